@@ -9,7 +9,7 @@ overlaps nothing, the host's time is what lies between a result and the next sub
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, Self
@@ -298,14 +298,11 @@ class Anything:
     def accept(self, token_id: int) -> str | None:
         return None
 
-    def is_filling(self) -> bool:
+    def allows(self, token_id: int) -> bool:
         return False
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return len(token_ids)
-
-    def late(self, matchers: Sequence[Any], num_others: int, is_busy: Callable[[], bool | None]) -> list[Any]:
-        return []
 
     def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]]) -> bytearray:
         return bytearray(self.mask * sum(1 + len(guesses) for _, guesses in wanted))

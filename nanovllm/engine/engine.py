@@ -210,8 +210,6 @@ class LLMEngine:
         self._someone_waits = len(self.scheduler.waiting) > 0
         handle = self.executor.submit(plan) if plan.scheduled else None
         committed = self._commit_oldest() if self._in_flight else []
-        if handle is None and not committed and self.scheduler.late:
-            time.sleep(1e-4)  # all that is left waits for masks
         if handle is not None:
             # Now all tokens before this step's are known, and the device is busy with the model.
             if plan.masked and self.grammars is not None:

@@ -3,7 +3,7 @@
 `text/grammars.py` does both. The control plane has no arrays: masks are bytes, which only the data plane reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nanovllm.structured_outputs import StructuredOutputsParams
@@ -11,7 +11,13 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 
 class Matcher(Protocol):
     """Where one output is in its grammar. It belongs to a sequence for life, and sees committed tokens only: no guess,
-    and nothing behind the end. So a preemption or a rejected guess means nothing to it."""
+    and nothing behind the end. So a preemption or a rejected guess means nothing to it.
+
+    refused: whether one of the latest answers of `allows` was no.
+    """
+
+    @property
+    def refused(self) -> bool: ...
 
     def copy(self) -> "Matcher": ...
 
@@ -20,8 +26,9 @@ class Matcher(Protocol):
         follow then."""
         ...
 
-    def is_filling(self) -> bool:
-        """Whether the next mask is being computed: a late one, see `Grammars.late`."""
+    def allows(self, token_id: int) -> bool:
+        """Whether this token could come next, which takes a hundredth of the time of a mask. The answer may be no for
+        an EOS that the mask allows."""
         ...
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
@@ -30,18 +37,6 @@ class Matcher(Protocol):
 
 
 class Grammars(Protocol):
-    def late(self, matchers: Sequence[Any], num_others: int, is_busy: Callable[[], bool | None]) -> list[Any]:
-        """Wait for the masks after these outputs, and return the matchers whose masks are late.
-
-        If `is_busy` returns None, no mask is late. Otherwise a mask is late if it is missing once the device is idle,
-        and half a millisecond is over. At most half of the step's sequences are late: until then this waits on. A late
-        mask is still computed, beside the next steps: see `Matcher.is_filling`.
-
-        num_others: the sequences of the step that are not among `matchers`.
-        is_busy:    see `StepHandle.is_busy`.
-        """
-        ...
-
     def compile(self, params: StructuredOutputsParams) -> Matcher:
         """At the start of an output. Any thread may call this. Raises ValueError for what cannot be enforced."""
         ...

@@ -1,4 +1,4 @@
-"""The masks of a step, and what becomes of sequences whose masks are late."""
+"""The masks of a step: as few as possible, since some take a millisecond."""
 
 from nanovllm.engine.grammars import Grammars
 from nanovllm.engine.plan import StepHandle, StepMasks, StepPlan
@@ -7,28 +7,28 @@ from nanovllm.engine.sequence import Sequence
 
 
 def fill_masks(plan: StepPlan, handle: StepHandle, scheduler: Scheduler, grammars: Grammars) -> StepMasks:
-    """The masks of the newest step. A sequence that is over gets none. A sequence whose mask is late is put off."""
+    """The masks of the newest step. A sequence that is over gets none.
+
+    Most sequences need no mask: what a model draws without one is mostly allowed. So the grammar is only asked about
+    this token (see `StepHandle.unfiltered`). If it says no, a mask is filled while the device waits. So whoever was
+    refused lately gets the next masks in advance, while the model runs.
+    """
     seqs = [scheduler.sequences[key] for key in plan.masked if key in scheduler.sequences]
-    guesses: dict[int, list[int]] = {}
     if scheduler.proposer is not None:
         guesses = handle.guesses()
-    else:
-        num_others = len(plan.scheduled) - len(plan.masked)  # those that are over gain nothing by the step
-        late = set(grammars.late([seq.matcher for seq in seqs], num_others, handle.is_busy))
-        put_off(plan, [seq for seq in seqs if seq.matcher in late], scheduler)
-        seqs = [seq for seq in seqs if seq.matcher not in late]
-    words = grammars.fill([(seq.matcher, guesses.get(seq.key, ())) for seq in seqs])
-    return StepMasks([seq.key for seq in seqs], words)
+        return StepMasks([s.key for s in seqs], grammars.fill([(s.matcher, guesses.get(s.key, ())) for s in seqs]))
+    early = [s for s in seqs if s.key not in handle.unfiltered or is_refused(s)]
+    words = grammars.fill([(s.matcher, ()) for s in early])
+    drawn, keys = handle.drawn(), [s.key for s in early]
+    # All are asked, so that one that was refused is heard again.
+    refused = [s for s in seqs if s.key in drawn and not allows(s, drawn[s.key]) and s.key not in keys]
+    words += grammars.fill([(s.matcher, ()) for s in refused])
+    return StepMasks(keys + [s.key for s in refused], words)
 
 
-def put_off(plan: StepPlan, seqs: list[Sequence], scheduler: Scheduler) -> None:
-    """Take back that the newest plan samples these sequences. Once a mask is there, a later plan computes the last
-    known token again, and samples."""
-    for seq in seqs:
-        seq.num_in_flight -= 1
-        seq.num_known -= 1
-        seq.num_computed = seq.num_known - 1
-        scheduler.late.add(seq)
-    if seqs:
-        keys = {seq.key for seq in seqs}
-        plan.scheduled[:] = [s for s in plan.scheduled if s.key not in keys]
+def is_refused(seq: Sequence) -> bool:
+    return seq.matcher is not None and seq.matcher.refused
+
+
+def allows(seq: Sequence, token_id: int) -> bool:
+    return token_id >= 0 and seq.matcher is not None and seq.matcher.allows(token_id)

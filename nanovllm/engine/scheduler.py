@@ -59,7 +59,6 @@ class Scheduler:
         self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching, self.window)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
         self.num_matchers = 0  # how many of these have one
-        self.late: set[Sequence] = set()  # running sequences that wait for a late mask: see `masks.py`
         # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten
         # thousand waiting, that takes two microseconds.
         self.waiting: list[Sequence] = []
@@ -100,8 +99,7 @@ class Scheduler:
         self._planned, self._budget, self._guesses = [], self.config.max_num_batched_tokens, {}
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        self.late = {seq for seq in self.late if seq.matcher is not None and seq.matcher.is_filling()}
-        for seq in [s for s in self.running if s not in self.late] if self.late else self.running:
+        for seq in self.running:
             # A sequence that knows its last token, or has it in flight, only awaits the commit of that token.
             if seq.num_known < seq.limit:
                 (decodes if seq.num_known - seq.num_computed == 1 else prompts).append(seq)
@@ -235,7 +233,6 @@ class Scheduler:
         heappush(self._free_rows, seq.row)
         self._freed_rows.append(seq.row)
         self._scoring.pop(seq, None)
-        self.late.discard(seq)
         seq.row = -1
         seq.num_computed = seq.num_blocks_sent = 0
 

@@ -108,7 +108,10 @@ class SimulatedStep:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    def is_busy(self) -> None: ...
+    unfiltered = frozenset[int]()
+
+    def drawn(self) -> dict[int, int]:
+        return {}
 
     def draw(self, masks: StepMasks) -> None: ...
 

@@ -11,15 +11,11 @@ a second.
 import json
 import os
 import re
-import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import itemgetter
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread, current_thread
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +29,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
-POLL = 2e-5  # seconds between two looks at missing masks
-PATIENCE = 5e-4  # seconds that masks have even if the model of the step is faster: most take a tenth of this
+PATIENCE = 8  # tokens in a row that have to be allowed before the next masks are not filled in advance any more
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
@@ -93,15 +88,16 @@ class TokenMatcher:
     def __init__(self, ll: "LLMatcher", roots: Roots, number: int) -> None:
         self.ll, self.roots, self.number = ll, roots, number
         self.at_start = True
-        self.has_mask = False  # the next mask is computed, and llguidance keeps it
-        self.filling = False  # one of `MaskThreads` will compute it, or does
+        self.patience = 0  # how many more tokens must be allowed until `refused` is over
 
-    def is_filling(self) -> bool:
-        return self.filling
+    def allows(self, token_id: int) -> bool:
+        allowed = self.num_valid([token_id]) > 0
+        self.patience = max(0, self.patience - 1) if allowed else PATIENCE
+        return allowed
 
-    def compute(self, address: int, num_bytes: int) -> None:
-        """Write the next mask to memory. Until the next token is accepted, a second call takes no time."""
-        self.ll.unsafe_compute_mask_ptr(address, num_bytes)
+    @property
+    def refused(self) -> bool:
+        return self.patience > 0
 
     def copy(self) -> "TokenMatcher":
         if self.at_start:
@@ -111,7 +107,7 @@ class TokenMatcher:
         return found
 
     def accept(self, token_id: int) -> str | None:
-        self.at_start = self.has_mask = False
+        self.at_start = False
         # llguidance never leaves a state of error, but would still accept EOS in this state.
         if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
@@ -120,58 +116,6 @@ class TokenMatcher:
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return self.ll.validate_tokens(list(token_ids))
-
-
-class MaskThreads:
-    """Threads that compute masks, so that a step need not wait for the slowest of its grammars. They hold Python's lock
-    only between two masks. number: of threads. width: words of 32 bits in a mask."""
-
-    def __init__(self, number: int, width: int) -> None:
-        self._todo: SimpleQueue[TokenMatcher | None] = SimpleQueue()
-        threads = [Thread(target=self._work, args=(self._todo, width), daemon=True) for _ in range(number)]
-        for thread in threads:
-            thread.start()
-        weakref.finalize(self, self._end, self._todo, threads)
-
-    def late(
-        self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
-    ) -> list[TokenMatcher]:
-        """See `engine/grammars.py`."""
-        # `filling` is read first: who is not filling any more has its mask.
-        missing = [matcher for matcher in matchers if matcher.filling or not matcher.has_mask]
-        for matcher in missing:
-            if not (matcher.filling or matcher.has_mask):
-                matcher.filling = True
-                self._todo.put(matcher)
-        most, patient_until = (len(matchers) + num_others) // 2, time.monotonic() + PATIENCE
-        while late := [matcher for matcher in missing if matcher.filling]:
-            if len(late) <= most and time.monotonic() > patient_until and not is_busy():
-                break
-            time.sleep(POLL)
-        return late
-
-    @staticmethod
-    def _work(todo: "SimpleQueue[TokenMatcher | None]", width: int) -> None:
-        words = np.empty(width, dtype=np.int32)  # nobody reads them
-        while (matcher := todo.get()) is not None:
-            # An error, or a panic of Rust, which is not an Exception. `fill` meets it again.
-            with suppress(BaseException):
-                matcher.compute(words.ctypes.data, words.nbytes)
-            matcher.has_mask, matcher.filling = True, False
-            del matcher  # with all that its grammar has learnt: the next may be long in coming
-
-    @staticmethod
-    def _end(todo: "SimpleQueue[TokenMatcher | None]", threads: list[Thread]) -> None:
-        """Nobody waits for the masks any more, or Python exits. A thread that came back from Rust after that would
-        crash."""
-        with suppress(Empty):
-            while True:
-                todo.get_nowait()
-        for _ in threads:
-            todo.put(None)
-        for thread in threads:
-            if thread is not current_thread():  # garbage may be collected by any
-                thread.join()
 
 
 class TokenGrammars:
@@ -193,7 +137,6 @@ class TokenGrammars:
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._num_asked = 0  # requests so far
         self._ll: LLTokenizer | None = None
-        self._ahead: MaskThreads | None = None  # made when first needed
         # Made together with `_ll`
         self._limits: LLParserLimits
         self._threads: LLExecutor
@@ -245,16 +188,6 @@ class TokenGrammars:
         oldest = next(iter(self._compiled.values()))
         out_of_use = self._num_asked - oldest.last_asked > OUT_OF_USE
         return out_of_use or sum(map(len, self._compiled.values())) < MAX_COMPILED
-
-    def late(
-        self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
-    ) -> list[TokenMatcher]:
-        """Wait for masks, but not for late ones. See `engine/grammars.py`."""
-        if is_busy() is None:
-            return []
-        if self._ahead is None:
-            self._ahead = MaskThreads(self.num_threads, self._width)
-        return self._ahead.late(matchers, num_others, is_busy)
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.

@@ -71,16 +71,19 @@ class PendingStep:
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
         self.output: StepOutput | None = None  # of a step that was given up before its masks came
-        self.surplus = set(plan.masked)  # sequences whose tokens are drawn without their masks
-        self.modelled: torch.cuda.Event | None = None
+        self.unfiltered: set[int] = set()
         if not plan.masked:
             self.draw()
-        elif runner.device.type == "cuda":
-            self.modelled = torch.cuda.Event()
-            self.modelled.record()
+        elif not runner.speculates:
+            rows = {s.key: s.row for s in self.computed.sampling}
+            self.unfiltered = {key for key in plan.masked if runner.state.is_unfiltered(rows[key])}
+            self.plain = StepOutput(self.computed.step.token_ids, None, [], None, [])
 
-    def is_busy(self) -> bool | None:
-        return None if self.modelled is None else not self.modelled.query()
+    def drawn(self) -> dict[int, int]:
+        if not self.unfiltered:
+            return {}
+        found = zip(self.keys, self.plain.read(), strict=True)
+        return {key: token_ids[0] for key, (token_ids, _) in found if key in self.unfiltered}
 
     def guesses(self) -> dict[int, list[int]]:
         guesses, sampling = self.computed.step.guesses, self.computed.sampling
@@ -96,14 +99,12 @@ class PendingStep:
     def draw(self, masks: StepMasks | None = None) -> None:
         with current(self.runner.device):
             self.output = self.runner.draw(self.computed, masks)
-        self.surplus.difference_update(() if masks is None else masks.keys)
         del self.computed, self.runner  # the logits above all
 
     def result(self) -> StepResult:
         if self.output is None:
             return StepResult({})
-        found = zip(self.keys, self.output.read(), strict=True)
-        tokens = {key: drawn for key, drawn in found if key not in self.surplus}
+        tokens = dict(zip(self.keys, self.output.read(), strict=True))
         for key, (token_ids, _) in tokens.items():
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran

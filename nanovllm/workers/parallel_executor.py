@@ -64,8 +64,13 @@ class ParallelStep:
         with self.executor.team.in_step():
             return self.pending.guesses()
 
-    def is_busy(self) -> bool | None:
-        return self.pending.is_busy()
+    @property
+    def unfiltered(self) -> set[int]:
+        return self.pending.unfiltered
+
+    def drawn(self) -> dict[int, int]:
+        with self.executor.team.in_step():
+            return self.pending.drawn()
 
     def draw(self, masks: StepMasks) -> None:
         with self.executor.team.in_step():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine import block_manager, masks
+from nanovllm.engine import block_manager, engine
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
@@ -201,17 +201,14 @@ FAULTS: dict[str, list[Edit]] = {
     "a chunk that does not sample waits for a mask": [
         Edit(Scheduler, "_finish_plan", "if s.sample and self.sequences", "if self.sequences")
     ],
-    "a late sequence goes on behind the token that it did not get": [
-        Edit(masks, "put_off", "seq.num_known -= 1", "pass"),
+    "what was drawn without a mask is taken unasked": [
+        Edit(engine, "fill_masks", "not allows(s, drawn[s.key])", "False"),
     ],
-    "a late sequence computes its last token no more": [
-        Edit(masks, "put_off", "seq.num_computed = seq.num_known - 1", "pass"),
+    "masks are told in another order": [
+        Edit(engine, "fill_masks", "keys + [s.key for s in refused]", "[s.key for s in refused] + keys"),
     ],
-    "the step of a late sequence is committed": [
-        Edit(masks, "put_off", "if s.key not in keys", ""),
-    ],
-    "a late sequence that is preempted waits for ever": [
-        Edit(masks, "put_off", "seq.num_in_flight -= 1", "pass"),
+    "a sequence with filters gets no mask": [
+        Edit(engine, "fill_masks", "s.key not in handle.unfiltered or is_refused(s)", "is_refused(s)"),
     ],
     "a preempted matcher starts anew": [
         Edit(

@@ -5,8 +5,6 @@ it should contain. A step performs all its writes and then checks every slot tha
 alone takes no engine at all to know: `solo`.
 """
 
-import random
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -54,7 +52,7 @@ class ShadowMatcher:
 
     def __init__(self) -> None:
         self.output: list[int] = []
-        self.looks = 0  # at a late mask, until it is there
+        self.refused = False
 
     def copy(self) -> "ShadowMatcher":
         assert not self.output
@@ -66,9 +64,9 @@ class ShadowMatcher:
         self.output.append(token_id)
         return None
 
-    def is_filling(self) -> bool:
-        self.looks -= 1
-        return self.looks >= 0
+    def allows(self, token_id: int) -> bool:
+        self.refused = not allowed(self.output) >> token_id & 1
+        return not self.refused
 
     def num_valid(self, token_ids: SequenceOf[int]) -> int:
         output = list(self.output)
@@ -80,19 +78,6 @@ class ShadowMatcher:
 
 
 class ShadowGrammars:
-    def __init__(self, rng: random.Random | None = None) -> None:
-        """With `rng`, masks are late at random."""
-        self.rng = rng
-
-    def late(
-        self, matchers: SequenceOf[ShadowMatcher], num_others: int, is_busy: Callable[[], bool | None]
-    ) -> list[ShadowMatcher]:
-        late = [] if self.rng is None else [m for m in matchers if self.rng.random() < 0.4]
-        for matcher in late:
-            assert self.rng
-            matcher.looks = self.rng.randint(0, 4)
-        return late[: (len(matchers) + num_others) // 2]
-
     def compile(self, params: StructuredOutputsParams) -> ShadowMatcher:
         return ShadowMatcher()
 
@@ -142,42 +127,43 @@ class Row:
 class ShadowHandle:
     def __init__(self, executor: "ShadowExecutor", plan: StepPlan) -> None:
         self.executor, self.plan = executor, plan
-        self.scheduled = [*plan.scheduled]  # late sequences leave the plan
         items = {item.key: item for item in plan.scheduled}
         self.prompt_logprobs = {s.key: executor.score(s, items[s.key]) for s in plan.scored}
         assert len(self.prompt_logprobs) == len(plan.scored)
-        self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
+        self.is_drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
         if not plan.masked:
             self.draw(StepMasks([], bytearray()))
 
     def guesses(self) -> dict[int, list[int]]:
         return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
 
-    def is_busy(self) -> None: ...
+    @property
+    def unfiltered(self) -> set[int]:
+        return {key for key in self.plan.masked if key % 3}
+
+    def drawn(self) -> dict[int, int]:
+        assert not any(item.guesses for item in self.plan.scheduled)
+        return {key: self.executor.next(key) for key in self.unfiltered}
 
     def draw(self, masks: StepMasks) -> None:
-        assert not self.drawn, "tokens are drawn once"
+        assert not self.is_drawn, "tokens are drawn once"
         assert self.plan is self.executor.plans[-1], "and before anything else is submitted"
         assert set(masks.keys) <= set(self.plan.masked)
-        missing = set(self.plan.masked).difference(masks.keys)
-        scheduler = self.executor.engine.scheduler
-        late = {seq.key for seq in scheduler.late}
-        assert missing & scheduler.sequences.keys() <= late, "a row is drawn without its mask"
-        words, self.drawn = bytes(masks.words), True
-        for item in self.scheduled:
-            if item.key in late & missing:
-                self.executor.rows[item.row].computed -= 1  # and again, when it is drawn
-            elif item.sample:
-                count = len(item.guesses) + 1 if item.key in masks.keys else 0
-                self.tokens[item.key] = self.executor.sample(
-                    item, words[:count] or bytes([ALL] * (len(item.guesses) + 1))
-                )
-                words = words[count:]
+        missing = set(self.plan.masked).difference(masks.keys, self.unfiltered)
+        assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
+        words, self.is_drawn = bytes(masks.words), True
+        items = {item.key: item for item in self.plan.scheduled if item.sample}
+        of_key = {key: bytes([ALL] * (len(item.guesses) + 1)) for key, item in items.items()}
+        for key in masks.keys:
+            count = len(items[key].guesses) + 1
+            of_key[key], words = words[:count], words[count:]
         assert not words, "a mask for each token, and no more"
+        for key, item in items.items():
+            self.tokens[key] = self.executor.sample(item, of_key[key])
 
     def result(self) -> StepResult:
         assert self.plan.step == self.executor.pending.pop(0), "steps are collected once and in order"
-        assert self.drawn, "nothing was drawn"
+        assert self.is_drawn, "nothing was drawn"
         self.executor.last_collected = self.plan.step
         return StepResult(self.tokens, self.prompt_logprobs)
 
@@ -293,6 +279,11 @@ class ShadowExecutor:
         first = max(0, item.start + 1 - self.window) if self.window and end > item.start else 0
         own = self._prefixes_of(item.key)[first:end]
         assert slots[first:end] == own, f"{item} reads what is not its own prefix: {slots[first:end]}"
+
+    def next(self, key: int) -> int:
+        """The token after the last known one, without a mask."""
+        index = len(self.tokens[key]) - self.num_prompt_tokens[key]
+        return next_token(self.prefixes[key][-1], self.params[key], index)
 
     def sample(self, item: Scheduled, masks: bytes) -> tuple[list[int], list[TokenLogprobs] | None]:
         """The token after the last known one, and after every guess as long as they are right."""

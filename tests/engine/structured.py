@@ -1,18 +1,15 @@
 """What the tests of structured outputs share: engines, requests of every kind, and what an output must look like."""
 
 import json
-import random
 import re
 import shutil
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.text.grammars import TokenGrammars, TokenMatcher
 from tests.weights import lively_qwen3
 
 ROOT = Path(__file__).parents[2]
@@ -97,27 +94,6 @@ def generate(llm: LLM, asked: list[tuple[str | None, SamplingParams]]) -> list[R
     assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.num_kv_blocks
     assert llm.engine.scheduler.num_matchers == 0
     return found
-
-
-@contextmanager
-def late_at_random(seed: int) -> Iterator[list[int]]:
-    """Masks are late, as they are beside a fast device. Yields how many were, in each step with any."""
-    rng, noted, looks = random.Random(seed), list[int](), dict[Any, int]()
-
-    def late(self: TokenGrammars, matchers: Sequence[Any], num_others: int, is_busy: Any) -> list[Any]:
-        found = [m for m in matchers if rng.random() < 0.4][: (len(matchers) + num_others) // 2]
-        looks.update((m, rng.randint(1, 4)) for m in found)
-        noted.extend([len(found)] if found else [])
-        return found
-
-    def is_filling(self: TokenMatcher) -> bool:
-        looks[self] -= 1
-        return looks[self] > 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenGrammars, "late", late)
-        patch.setattr(TokenMatcher, "is_filling", is_filling)
-        yield noted
 
 
 def ids(found: list[RequestOutput]) -> list[list[int]]:

@@ -1,11 +1,9 @@
 """Recorded tails of decode steps with masks: every token is that of the path without recordings."""
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,7 @@ from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.distributed.group import Group
-from nanovllm.engine import masks
-from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.plan import Scheduled, StepMasks
 from nanovllm.graphs.cuda_graph import record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
 from nanovllm.graphs.masked_tails import MaskedTails
@@ -33,10 +28,8 @@ from nanovllm.sampling.masks import masks_of_rows, masks_of_tokens
 from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import Needs, SamplingState, packed
-from nanovllm.text.grammars import TokenMatcher
 from nanovllm.workers import executor
-from nanovllm.workers.executor import PendingStep
-from tests.engine.structured import KINDS, STORIES, ids, late_at_random, model
+from tests.engine.structured import KINDS, STORIES, ids, model
 
 __all__ = ["model"]  # a fixture
 
@@ -171,45 +164,6 @@ def test_tokens_are_those_of_launched_tails(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_late_masks_with_recorded_tails(model: Path) -> None:
-    with kernels(IN_PYTORCH, recorded=True), LLM(model, **TIGHT, async_scheduling=True) as llm:
-        noted = note_tails(llm)
-        expected = ids(generate(llm, history(1)))
-        del noted[:]
-        with late_at_random(1) as late:
-            assert ids(generate(llm, history(1))) == expected
-        assert len(late) > 20 and len(noted) > 20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_late_masks_on_a_gpu(model: Path, overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads take longer than the model for some masks."""
-    options = ROOMY | {"async_scheduling": overlapped, "device": "cuda", "dtype": "float32", "kvcache_block_size": 16}
-    turns, put_off, late = count(), masks.put_off, list[int]()
-
-    def compute(self: TokenMatcher, *where: int) -> None:
-        if next(turns) % 5 == 0:
-            time.sleep(3e-3)
-
-    def noting(plan: StepPlan, seqs: list[Sequence], scheduler: Scheduler) -> None:
-        late.extend([len(seqs)] if seqs else [])
-        put_off(plan, seqs, scheduler)
-
-    monkeypatch.setattr(masks, "put_off", noting)
-    with LLM(model, **options) as llm:
-        with monkeypatch.context() as patch:
-            patch.setattr(PendingStep, "is_busy", lambda self: None)
-            expected = [ids(generate(llm, history(seed))) for seed in range(3)]
-        assert not late
-        for way in "as it comes", "slow":
-            if way == "slow":
-                monkeypatch.setattr(TokenMatcher, "compute", compute)
-            assert [ids(generate(llm, history(seed))) for seed in range(3)] == expected
-        assert len(late) > 20
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 def test_tokens_are_those_of_the_path_without_recordings(model: Path, config: dict[str, Any], overlapped: bool) -> None:
@@ -225,11 +179,8 @@ def test_tokens_are_those_of_the_path_without_recordings(model: Path, config: di
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_tokens_on_a_gpu(
-    model: Path, config: dict[str, Any], overlapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In CUDA graphs; and all of it launched kernel by kernel. No mask is late here."""
-    monkeypatch.setattr(PendingStep, "is_busy", lambda self: None)
+def test_tokens_on_a_gpu(model: Path, config: dict[str, Any], overlapped: bool) -> None:
+    """In CUDA graphs; and all of it launched kernel by kernel."""
     options = config | {"async_scheduling": overlapped, "device": "cuda", "dtype": "float32", "kvcache_block_size": 16}
     options["num_kv_blocks"] //= 2
     found = same_with_and_without_tails(model, range(6), **options)

@@ -49,11 +49,9 @@ class Expected:
 class World:
     """An engine over a shadow executor that checks itself at every step."""
 
-    def __init__(
-        self, guess: Guess | None = None, window: int = 0, late: random.Random | None = None, **config: Any
-    ) -> None:
+    def __init__(self, guess: Guess | None = None, window: int = 0, **config: Any) -> None:
         """`guess` makes what is speculated out of what will be right, if `speculative` is set at all. `window`: as of
-        the shadow executor. `late`: as of the shadow grammars."""
+        the shadow executor."""
         values = {"max_model_len": 64, "async_scheduling": False, **config}
         self.config = EngineConfig(**values)
         self.executor = ShadowExecutor(self.config, window)
@@ -63,7 +61,7 @@ class World:
             self.config,
             vocab_size=VOCAB_SIZE,
             eos_token_ids={EOS},
-            grammars=ShadowGrammars(late),
+            grammars=ShadowGrammars(),
             on_event=self._note,
             window=window,
         )
@@ -122,8 +120,7 @@ class World:
         num_plans = len(self.executor.plans)
         in_flight = bool(self.engine._in_flight)
         outputs = self.engine.step()
-        idle = len(self.executor.plans) == num_plans and not in_flight and not self.scheduler.late
-        self.idle_steps = self.idle_steps + 1 if idle else 0
+        self.idle_steps = self.idle_steps + 1 if len(self.executor.plans) == num_plans and not in_flight else 0
         assert self.idle_steps < 2 or not self.engine.has_unfinished(), "the engine stands still"
         for output in outputs:
             self._check_output(output)
@@ -277,7 +274,6 @@ def random_history(seed: int, speculative: bool = False, window: int = 0) -> Non
         enable_prefix_caching=rng.random() < 0.85,
         async_scheduling=not speculative and rng.random() < 0.5,
         window=window,
-        late=random.Random(seed) if seed % 2 else None,
         **guessing,
     )
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(2)]

@@ -47,7 +47,10 @@ class Done:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    def is_busy(self) -> None: ...
+    unfiltered = frozenset[int]()
+
+    def drawn(self) -> dict[int, int]:
+        return {}
 
     def draw(self, masks: StepMasks) -> None: ...
 

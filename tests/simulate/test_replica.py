@@ -33,7 +33,10 @@ class ByHand:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    def is_busy(self) -> None: ...
+    unfiltered = frozenset[int]()
+
+    def drawn(self) -> dict[int, int]:
+        return {}
 
     def draw(self, masks: StepMasks) -> None: ...
 
