@@ -147,13 +147,14 @@ def fitted(card: Card) -> Card:
     needs = Needs(card.architecture, card.itemsize)
     recordings = Recordings() if cpu else RECORDINGS.for_model(card.architecture, card.itemsize)
     points = [with_its_launches(p, recordings) for p in card.points]
-    least = {} if cpu else least_factors(needs, card.rates)  # a CPU may have it all in its caches
-    seen = observations(points)
-    possible = [o for o in seen if o.seconds >= least_seconds(o.shape, least)]
-    time = fit_device(possible, recordings, least)
     # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
     known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
-    time = replace(time, host=fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known]))
+    host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
+    only_host = replace(NOT_FITTED, host=host, recordings=recordings)
+    least = {} if cpu else least_factors(needs, card.rates)  # a CPU may have it all in its caches
+    seen = observations(points, only_host)
+    possible = [o for o in seen if o.seconds >= least_seconds(o.shape, least)]
+    time = replace(fit_device(possible, recordings, least), host=host)
     launched = [o for o in possible if recordings.run(o.shape)[1] is Kind.LAUNCHED]
     missed: dict[str, Any] = residuals([o for o in possible if o not in launched], time).as_json()
     if launched:
@@ -163,15 +164,17 @@ def fitted(card: Card) -> Card:
     return replace(card, time=time, residuals=missed, points=points, all_reduce=all_reduces(card.card))
 
 
-def observations(points: list[dict[str, Any]]) -> list[Observation]:
-    """One for each shape, of the median time."""
-    alike: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+def observations(points: list[dict[str, Any]], host: StepTime) -> list[Observation]:
+    """One for each shape, of the median time. host: what the host takes, of which a step that is launched has its own
+    share in its time."""
+    alike: dict[StepShape, list[float]] = {}
+    names: dict[StepShape, str] = {}
     for point in points:
-        alike.setdefault(tuple(point["shape"]), []).append(point)
-    return [
-        Observation(same[0]["name"], StepShape(*shape), statistics.median(p["device"] for p in same))
-        for shape, same in alike.items()
-    ]
+        shape = StepShape(*point["shape"])
+        launched = host.recordings.run(shape)[1] is Kind.LAUNCHED
+        alike.setdefault(shape, []).append(point["device"] - launched * host.host_seconds(shape))
+        names.setdefault(shape, point["name"])
+    return [Observation(names[shape], shape, statistics.median(seconds)) for shape, seconds in alike.items()]
 
 
 def with_its_launches(point: dict[str, Any], recordings: Recordings) -> dict[str, Any]:
