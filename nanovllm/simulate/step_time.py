@@ -1,7 +1,7 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
-The tokens that are computed cost what a table says, by their number, padding included: reading the weights, the
-matrix products, drawing. Recorded sizes have kernels of their own, so no line would go through all of them. Attention
+The tokens that are computed cost what a table says, by their number, padding included: reading the weights, and the
+matrix products. Recorded sizes have kernels of their own, so no line would go through all of them. Attention
 of decodes reads their keys. With few keys the programs wait for memory more than they read, so that the first keys
 cost more. Attention of prompts takes as long as all pairs of a query and a key, and as walking through the keys of the
 longest context.
@@ -28,7 +28,7 @@ from nanovllm.simulate.step_shape import StepShape
 # Terms of the device, with what their factors grow with from one model to another
 DEVICE_TERMS = {
     "decode_key": "keys",
-    "first_key": "layers",  # of the first `FIRST_KEYS` keys of decodes, beside the above
+    "first_key": "layers",  # of the first `FIRST_KEYS` keys of decodes, beside the above; none on a CPU
     "key_beside_prompts": "keys",  # beside the above, where decodes are not in a recording of their own
     "prompt": "layers",
     "prompt_pair": "pairs",
@@ -38,6 +38,7 @@ DEVICE_TERMS = {
     "guess_step": "layers",  # once, if there is any guess
     "masked_step": "layers",  # once, if there is any mask: the step is two recordings, and waits for the masks between
     "masked": "vocabulary",
+    "sample": "head",
 }
 FIRST_KEYS = 4096
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
@@ -87,6 +88,11 @@ class Recordings:
         """Tokens of the largest recording of a step with prompts; 0 if there is none."""
         fitting = [n for n in self.prompts if n * self.layer_operations <= self.max_operations]
         return fitting[-1] if fitting else 0
+
+    @cached_property
+    def first_keys(self) -> int:
+        """Keys of decodes that cost more than others."""
+        return FIRST_KEYS if self.decodes else 0
 
     @cached_property
     def max_keys(self) -> float:
@@ -156,7 +162,9 @@ class StepTime:
         factors: tuple[float, ...] = self._device  # type: ignore[attr-defined]
         tokens, kind = self.recordings.run(shape)
         seconds = self.of_tokens(tokens) + factors[0] * shape.decode_keys
-        seconds += factors[1] * (shape.decode_keys if shape.decode_keys < FIRST_KEYS else FIRST_KEYS)
+        first = self.recordings.first_keys
+        seconds += factors[1] * (shape.decode_keys if shape.decode_keys < first else first)
+        seconds += factors[11] * shape.samples
         if self.experts:
             seconds += self.experts * (1 - (1 - self.chosen_share) ** tokens)
         if kind is not Kind.DECODES:
@@ -188,8 +196,13 @@ class StepTime:
         tokens, kind = self.recordings.run(shape)
         beside = kind is not Kind.DECODES
         many = float(beside and sequences_of(shape) > FEW_SEQUENCES)
-        keys = [shape.decode_keys, min(shape.decode_keys, FIRST_KEYS), beside * shape.decode_keys, shape.prompts]
-        rest = [many, float(shape.guesses > 0), float(shape.masked > 0), shape.masked]
+        keys = [
+            shape.decode_keys,
+            min(shape.decode_keys, self.recordings.first_keys),
+            beside * shape.decode_keys,
+            shape.prompts,
+        ]
+        rest = [many, float(shape.guesses > 0), float(shape.masked > 0), shape.masked, shape.samples]
         found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest])]
         if own := self.own_keys(shape):
             found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest]))
@@ -218,6 +231,7 @@ class StepTime:
             "layers": layers,
             "keys": after.key_bytes / before.key_bytes,
             "pairs": after.pair_operations / before.pair_operations,
+            "head": after.sample_operations / before.sample_operations,
             "vocabulary": new.vocab_size / old.vocab_size,
         }
         device = {name: self.device.get(name, 0.0) * ratios[kind] for name, kind in DEVICE_TERMS.items()}
