@@ -86,8 +86,9 @@ print(f"on this card it would have taken {1e3 * clock():.0f} ms")
 #
 # ## What a step costs
 #
-# So all depends on how long a step takes. For this card that was fitted to recorded runs of a model of 0.6 billion
-# parameters; for others, such as the 8 billion of this chapter, it is derived from their bytes and operations.
+# So all depends on how long a step takes. For this card that was fitted to steps that were measured with a model
+# of 0.6 billion parameters; for others, such as the 8 billion of this chapter, it is derived from their bytes and
+# operations.
 
 # %%
 costs = load_costs("h200", MODEL)
@@ -96,12 +97,13 @@ batches = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 def decode_ms(batch, context):
-    shape = StepShape(batch, batch * context, 0, 0, 0, batch, 0, 0)
+    shape = StepShape(decodes=batch, decode_keys=batch * context, samples=batch)
     return 1e3 * costs.device_seconds(shape)
 
 
 def prompt_ms(tokens):
-    return 1e3 * costs.device_seconds(StepShape(0, 0, 1, tokens, tokens * (tokens + 1) // 2, 1, 0, 0))
+    pairs = tokens * (tokens + 1) // 2  # of a query and a key
+    return 1e3 * costs.device_seconds(StepShape(0, 0, 1, tokens, pairs, samples=1, prompt_keys=tokens))
 
 
 lines(
@@ -142,7 +144,7 @@ def run(rate, replicas=1, seconds=60, router="two-choices", engine=None, fleet=N
 
 
 # %% [markdown]
-# At 5 requests per second half of all have their first token after 25 ms. **Guess:** at 50 per second, ten times as
+# At 5 requests per second half of all have their first token after 36 ms. **Guess:** at 50 per second, ten times as
 # many, what is that time? And what is it for the slowest request of a hundred?
 
 # %%
@@ -294,7 +296,7 @@ for router, kwargs in (("two-choices", {}), ("prefix", {}), ("prefix", {"imbalan
 
 # %%
 # NBVAL_CHECK_OUTPUT
-WALL = 44  # requests per second that a replica can do, as measured above
+WALL = 41  # requests per second that a replica can do, as measured above
 death = {"deaths": ((10.0, 0),), "startup_seconds": 10.0}
 
 

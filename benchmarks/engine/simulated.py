@@ -133,7 +133,7 @@ def compare(card: str, results: Path, runs: Sequence[Compared] = RUNS) -> list[d
         for scenario, metric in metrics:
             recorded = [s[scenario][metric] for s in scenarios]
             row: dict[str, Any] = {"benchmark": result, "contender": contender, "scenario": scenario, "metric": metric}
-            row |= {"model": costs.model, "derived": not costs.measured}
+            row |= {"model": costs.model, "derived": not costs.measured, "commit": tables.commit(found[result])}
             spread = {"recorded": statistics.median(recorded), "min": min(recorded), "max": max(recorded)}
             rows.append(row | {"simulated": simulated[scenario][metric], **spread})
     return rows
@@ -158,8 +158,8 @@ def table(results: dict[str, Result]) -> list[str]:
     told = (
         f"Costs: {result['source']}. A model that was not measured has them from one that was, by bytes and operations."
     )
-    if "records" in result["source"]:
-        told += " These are the records of the table itself: what is not derived says how well they can be explained."
+    recorded = dict.fromkeys(f"{row['benchmark']} at {row['commit']}" for row in result["rows"])
+    told += f" Recorded were {', '.join(recorded)}."
     return [*lines, "", told]
 
 

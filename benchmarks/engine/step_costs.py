@@ -3,10 +3,15 @@
 The grid is that of `benchmarks/engine/step_scenes.py`. What HTTP adds is measured with a model that computes nothing
 (`benchmarks/serving/mock.py`). The result is a card for `nanovllm simulate --card FILE`; those that come with the
 package are in nanovllm/simulate/cards.
+
+    python -m benchmarks.engine.step_costs FILE
+
+fits the steps that a card's file holds once more, and writes the file anew: for a change of the fit.
 """
 
 import statistics
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -20,12 +25,20 @@ from benchmarks.lib import harness, roofline, tables
 from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
-from nanovllm.graphs.sizes import OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
+from nanovllm.graphs.sizes import MAX_READ, MAX_REPLAYED, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
+from nanovllm.models.checkpoint import read_json
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
-from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
+from nanovllm.simulate.fit import (
+    Observation,
+    fit_device,
+    fit_host,
+    fit_intake,
+    non_negative_least_squares,
+    residuals,
+)
 from nanovllm.simulate.needs import Needs, read_architecture
 from nanovllm.simulate.step_shape import StepShape
-from nanovllm.simulate.step_time import Recordings
+from nanovllm.simulate.step_time import Kind, Recordings, StepTime
 
 MOST_SEQUENCES = 512  # of the recordings that a card describes
 GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": 256}
@@ -33,9 +46,12 @@ CPU_ENGINE: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cac
 RECORDINGS = Recordings(
     decodes=tuple(batch_sizes(MOST_SEQUENCES, 0)),
     prompts=PROMPT_SIZES,
+    max_several=MAX_REPLAYED,
+    max_read=MAX_READ,
     max_sequences=MOST_SEQUENCES + 1,
     max_operations=OPERATIONS_WHILE_LAUNCHING,
 )
+NOT_FITTED = StepTime(((0, 0.0),), {}, {})
 
 
 def run(options: Namespace) -> bool:
@@ -104,17 +120,8 @@ def make_card(
     architecture, itemsize = read_architecture(model)
     machine, intake = told["machine"], [(*added, added[-1]) for added in told["intake"]]
     cpu = machine["device"] == "cpu"
-    card = "cpu" if cpu else harness.card_slug(machine["device"])
-    recordings = Recordings() if cpu else RECORDINGS.for_model(architecture)
-    points = [with_its_launches(p, recordings) for p in points]
-    observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
-    least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
-    time, missed = fit_device(observations, recordings, least)
-    # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
-    known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
-    host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
-    return Card(
-        card=card,
+    card = Card(
+        card="cpu" if cpu else harness.card_slug(machine["device"]),
         shape=model.name,
         tensor_parallel_size=1,
         architecture=architecture,
@@ -122,31 +129,75 @@ def make_card(
         source=f"a grid of {len(points)} steps",
         rates=rates,
         kv_tokens=told["kv_tokens"],
-        time=replace(time, host=host),
+        time=NOT_FITTED,
         intake=IntakeTime(*fit_intake(intake), told["wake"]),
         server=server,
-        all_reduce=all_reduces(card),
-        residuals=missed.as_json(),
+        all_reduce={},
+        residuals={},
         machine=machine,
         commit=harness.commit(),
-        points=[{**p, "fitted": time.device_seconds(StepShape(*p["shape"]))} for p in points],
+        points=points,
     )
+    return fitted(card)
+
+
+def fitted(card: Card) -> Card:
+    """The card with the factors that explain its points best."""
+    cpu = card.machine["device"] == "cpu"
+    needs = Needs(card.architecture, card.itemsize)
+    recordings = Recordings() if cpu else RECORDINGS.for_model(card.architecture, card.itemsize)
+    points = [with_its_launches(p, recordings) for p in card.points]
+    # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
+    known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
+    host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
+    only_host = replace(NOT_FITTED, host=host, recordings=recordings)
+    least = {} if cpu else least_factors(needs, card.rates)  # a CPU may have it all in its caches
+    seen = observations(points, only_host)
+    possible = [o for o in seen if o.seconds >= least_seconds(o.shape, least)]
+    time = replace(fit_device(possible, recordings, least), host=host)
+    launched = [o for o in possible if recordings.run(o.shape)[1] is Kind.LAUNCHED]
+    missed: dict[str, Any] = residuals([o for o in possible if o not in launched], time).as_json()
+    if launched:
+        missed["launched"] = residuals(launched, time).as_json()
+    missed["left_out"] = [o.name for o in seen if o not in possible]
+    points = [{**p, "fitted": time.device_seconds(StepShape(*p["shape"]))} for p in points]
+    return replace(card, time=time, residuals=missed, points=points, all_reduce=all_reduces(card.card))
+
+
+def observations(points: list[dict[str, Any]], host: StepTime) -> list[Observation]:
+    """One for each shape, of the median time. host: what the host takes, of which a step that is launched has its own
+    share in its time."""
+    alike: dict[StepShape, list[float]] = {}
+    names: dict[StepShape, str] = {}
+    for point in points:
+        shape = StepShape(*point["shape"])
+        launched = host.recordings.run(shape)[1] is Kind.LAUNCHED
+        alike.setdefault(shape, []).append(point["device"] - launched * host.host_seconds(shape))
+        names.setdefault(shape, point["name"])
+    return [Observation(names[shape], shape, statistics.median(seconds)) for shape, seconds in alike.items()]
 
 
 def with_its_launches(point: dict[str, Any], recordings: Recordings) -> dict[str, Any]:
     """A step that is launched kernel by kernel keeps host and device busy at the same time. So the result of the step
     before is only read when this one is launched, and what seems the host's time belongs to this step."""
-    launched = recordings.decodes and recordings.run(StepShape(*point["shape"]))[1]
+    launched = recordings.run(StepShape(*point["shape"]))[1] is Kind.LAUNCHED
     if not launched or point["host"] is None:
         return point
     return {**point, "device": point["device"] + point["host"], "host": None}
 
 
-def least_factors(needs: Needs, rates: dict[str, float]) -> dict[str, float]:
+def least_factors(needs: Needs, rates: Mapping[str, float]) -> dict[str, float]:
     """What a key, and a product, takes at the card's best rates."""
-    operations = {"token_beyond_knee": needs.token_operations, "prompt_pair": needs.pair_operations}
+    operations = {"token": needs.token_operations, "prompt_pair": needs.pair_operations}
     least = {name: number / rates["operations_per_second"] for name, number in operations.items()}
     return least | {"decode_key": needs.key_bytes / rates["bytes_per_second"]}
+
+
+def least_seconds(shape: StepShape, least: Mapping[str, float]) -> float:
+    """Of a step's products. One that seems to take less was launched while the step before was computed, so that a part
+    of its time is not known."""
+    tokens = shape.decodes + shape.prompt_tokens
+    return tokens * least.get("token", 0.0) + shape.prompt_pairs * least.get("prompt_pair", 0.0)
 
 
 def all_reduces(card: str) -> dict[str, tuple[float, float]]:
@@ -168,7 +219,8 @@ def line_through(rows: list[dict[str, float]]) -> tuple[float, float]:
 def describe(card: Card) -> str:
     """The factors, and what they miss."""
     missed, time = card.residuals, card.time
-    lines = [f"{card.shape} on {card.card}, from {card.source}; a knee at {time.knee} tokens"]
+    lines = [f"{card.shape} on {card.card}, from {card.source}"]
+    lines.append(f"  ms by tokens: {', '.join(f'{n}: {1e3 * seconds:.3g}' for n, seconds in time.table)}")
     lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
     lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
     lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
@@ -180,4 +232,18 @@ def describe(card: Card) -> str:
         f"  the fit misses {missed['median_percent']:.1f}% in the median, {missed['worst_percent']:.1f}% at most "
         f"({missed['worst_of']})"
     )
+    if missed["left_out"]:
+        lines.append(f"  left out, since the card cannot be that fast: {'; '.join(missed['left_out'])}")
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.make_parser("engine.step_costs", __doc__)
+    parser.add_argument("card", type=Path, metavar="FILE", help="of a card")
+    path: Path = parser.parse_args(arguments).card
+    card = fitted(Card.from_json(read_json(path) | {"time": NOT_FITTED.as_json()}))
+    print(describe(card), f"written: {card.write(path.parent)}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -85,14 +85,18 @@ class Card:
         """Raises ValueError for a file that is no card."""
         raw = read_json(path)
         try:
-            times = {"time": StepTime.from_json(raw["time"]), "intake": IntakeTime(**raw["intake"])}
-            times |= {"server": ServerTime(**raw["server"])}
-            return cls(**raw | times | {"architecture": Architecture(**raw["architecture"])})
+            return cls.from_json(raw)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"card={str(path)!r} is no file of step costs: {error}; write one with "
                 "`python -m benchmarks.engine step_costs --out DIR`"
             ) from None
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        times = {"time": StepTime.from_json(raw["time"]), "intake": IntakeTime(**raw["intake"])}
+        times |= {"server": ServerTime(**raw["server"])}
+        return cls(**{**raw, **times, "architecture": Architecture(**raw["architecture"])})
 
     def write(self, directory: Path) -> Path:
         ranks = f".tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
@@ -150,7 +154,7 @@ def load_costs(card: str, model: str | Path, tensor_parallel_size: int = 1) -> C
 
     nearest, needs = min(cards, key=distance), Needs(own, itemsize)
     old = nearest.architecture.share(nearest.tensor_parallel_size)
-    time = nearest.time.for_model(old, own, (nearest.itemsize, itemsize), nearest.rates["bytes_per_second"])
+    time = nearest.time.for_model(old, own, (nearest.itemsize, itemsize), nearest.rates)
     if nearest.tensor_parallel_size == 1 and tensor_parallel_size > 1:
         sums = nearest.all_reduce.get(str(tensor_parallel_size))
         if sums is None:

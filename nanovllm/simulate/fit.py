@@ -5,31 +5,31 @@ The relative error counts, since a step of a millisecond matters as much as one 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.simulate.step_shape import StepShape
-from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, StepTime
+from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordings, StepTime
 
-KNEES = (32, 64, 96, 128, 160, 192, 256, 384, 512, 1024)  # tokens; the best is taken
+LARGE = 512  # tokens, from which on products take longer than anything else that grows with tokens
+GROWTH = 1.3  # from a row of the table to the next, at least
 MOST_TURNS = 20
-PAIRS, KEYS = (list(DEVICE_TERMS).index(name) for name in ("prompt_pair", "prompt_key"))
-FEW_QUERIES = 512  # a guess to begin with: a chunk of so few tokens takes as long as walking through its context
+OUTLIER = 0.1  # relative error from which on an observation counts less
 # Weight of keeping factors small: it decides only between explanations that the steps cannot tell apart.
-RIDGE = 0.03
+RIDGE = 0.003
 
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Steps that were measured together: mostly one, or all of a run. `seconds` is what they took in sum."""
+class Observation(NamedTuple):
+    """A step that was measured."""
 
     name: str
-    shapes: Sequence[StepShape]
+    shape: StepShape
     seconds: float
 
 
@@ -80,64 +80,68 @@ def non_negative_least_squares(a: Array, b: Array, ridge: float = 0.0) -> Array:
 
 def fit_device(
     observations: Sequence[Observation], recordings: Recordings, least: Mapping[str, float] | None = None
-) -> tuple[StepTime, Residuals]:
-    """The device's factors, knee and launches.
+) -> StepTime:
+    """The device's table, factors and launches.
 
-    least: what a factor cannot be below, because the card cannot read or multiply faster. Raises ValueError without
-    observations.
+    least: what a factor cannot be below, because the card cannot read or multiply faster; "token" is that of a line of
+    the table. A step counts less if it is an outlier. The time of a step is the longest of several sums (attention of
+    prompts in two ways, or launching). Which one it is follows from the factors, so both are found in turns.
+    Raises ValueError without observations.
     """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
-    fits = [_fit_with_knee(observations, StepTime(least or {}, {}, knee, recordings=recordings)) for knee in KNEES]
-    return min(fits, key=lambda found: _squares(observations, found[0]))
-
-
-def _fit_with_knee(observations: Sequence[Observation], start: StepTime) -> tuple[StepTime, Residuals]:
-    """Steps that are launched kernel by kernel take the longer of launching and computing, and attention of prompts
-    the longer of all pairs and of walking through the longest context. Which of the two follows from the factors, so
-    both are found in turns."""
-    counts = [np.array([start.counts(shape) for shape in o.shapes]) for o in observations]  # [steps, terms] of each
-    launched = [np.array([start.recordings.run(shape)[1] for shape in o.shapes]) for o in observations]
-    tokens = [rows[:, 1] for rows in counts]
-    shortest = min((n[eager].min() for eager, n in zip(launched, tokens, strict=True) if eager.any()), default=0)
-    small = [eager & (n < 2 * shortest) for eager, n in zip(launched, tokens, strict=True)]
-    walks = [rows[:, PAIRS] < FEW_QUERIES * rows[:, KEYS] for rows in counts]
-    least = np.array([start.device.get(name, 0.0) for name in DEVICE_TERMS] + [0.0])
-    found = start
+    start, least = StepTime(((0, 0.0),), {}, {}, recordings=recordings), least or {}
+    runs = [recordings.run(o.shape) for o in observations]
+    sizes = rows_of_table([tokens for tokens, _ in runs])
+    sums = [[[*hats(n, sizes), *counts, 0.0] for n, counts in start.counts(o.shape)] for o in observations]
+    launched = [kind is Kind.LAUNCHED for _, kind in runs]
+    shortest = min((n for (n, _), eager in zip(runs, launched, strict=True) if eager), default=0)
+    chosen = []  # of the sums of each observation, a guess to begin with
+    for of_one, (tokens, _), eager in zip(sums, runs, launched, strict=True):
+        chosen.append(len(of_one) - 1 if tokens <= recordings.max_several else 0)
+        if eager:
+            of_one.append([0.0] * (len(of_one[0]) - 1) + [1.0])
+            chosen[-1] = len(of_one) - 1 if tokens < 2 * shortest else 0
+    lower = [0.0, *[least.get("token", 0.0) * (n >= LARGE) for n in sizes[:-1]]]
+    lowest = np.array([*lower, *(least.get(name, 0.0) for name in DEVICE_TERMS), 0.0])
+    arrays = [np.array(of_one) / o.seconds for of_one, o in zip(sums, observations, strict=True)]
+    weights, factors = np.ones(len(arrays)), lowest
     for _ in range(MOST_TURNS):
-        rows = np.array(
-            [
-                np.append(longer_alone(c, w)[~s].sum(axis=0), s.sum()) / o.seconds
-                for c, s, w, o in zip(counts, small, walks, observations, strict=True)
-            ]
-        )
-        factors = least + non_negative_least_squares(rows, 1.0 - rows @ least, RIDGE)
-        device = dict(zip(DEVICE_TERMS, map(float, factors[:-1]), strict=True))
-        found = replace(start, device=device, launch=float(factors[-1]))
-        now_walks = [c[:, KEYS] * factors[KEYS] > c[:, PAIRS] * factors[PAIRS] for c in counts]
-        computing = [longer_alone(c, w) @ factors[:-1] for c, w in zip(counts, now_walks, strict=True)]
-        now = [eager & (n < factors[-1]) for eager, n in zip(launched, computing, strict=True)]
-        if all(np.array_equal(a, b) for a, b in zip([*now, *now_walks], [*small, *walks], strict=True)):
-            break
-        small, walks = now, now_walks
-    return found, residuals(observations, found)
+        rows = np.array([of_one[place] for of_one, place in zip(arrays, chosen, strict=True)])
+        wanted = (1.0 - rows @ lowest) * weights
+        factors = lowest + non_negative_least_squares(rows * weights[:, None], wanted, RIDGE)
+        found = [of_one @ factors for of_one in arrays]
+        chosen = [int(np.argmax(seconds)) for seconds in found]
+        off = np.array([abs(seconds.max() - 1.0) for seconds in found])
+        weights = np.sqrt(np.minimum(1.0, OUTLIER / np.maximum(off, 1e-9)))
+    heights = np.cumsum(factors[: len(sizes)] * [1.0, *np.diff(sizes)])
+    table = tuple((n, float(height)) for n, height in zip(sizes, heights, strict=True))
+    device = dict(zip(DEVICE_TERMS, map(float, factors[len(sizes) : -1]), strict=True))
+    return replace(start, table=table, device=device, launch=float(factors[-1]))
 
 
-def longer_alone(counts: Array, walks: npt.NDArray[np.bool_]) -> Array:
-    """The counts [steps, terms] of which only one of pairs and keys is left: the keys of steps that are walks."""
-    found = counts.copy()
-    found[walks, PAIRS] = 0
-    found[~walks, KEYS] = 0
+def rows_of_table(tokens: Sequence[int]) -> list[int]:
+    """The tokens of the table's rows: of all that were measured, some that are not too close to each other."""
+    found: list[int] = []
+    for n in sorted(set(tokens)):
+        if not found or n >= GROWTH * found[-1]:
+            found.append(n)
     return found
 
 
-def _squares(observations: Sequence[Observation], found: StepTime) -> float:
-    return sum((sum(map(found.device_seconds, o.shapes)) / o.seconds - 1) ** 2 for o in observations)
+def hats(tokens: int, sizes: Sequence[int]) -> list[float]:
+    """What the seconds at `tokens` of a table consist of: once those of the first row, and so many times the growth per
+    token up to each of the following rows."""
+    tokens = max(tokens, sizes[0])
+    grown = [min(max(tokens - a, 0), b - a) for a, b in pairwise(sizes)]
+    if grown:
+        grown[-1] += max(0, tokens - sizes[-1])
+    return [1.0, *map(float, grown)]
 
 
 def residuals(observations: Sequence[Observation], found: StepTime) -> Residuals:
     """How far the device's time of each observation is from what was measured."""
-    errors = {o.name: 100 * abs(sum(map(found.device_seconds, o.shapes)) / o.seconds - 1) for o in observations}
+    errors = {o.name: 100 * abs(found.device_seconds(o.shape) / o.seconds - 1) for o in observations}
     worst = max(errors, key=errors.__getitem__)
     return Residuals(errors[worst], median(errors.values()), worst)
 

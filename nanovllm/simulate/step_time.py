@@ -1,18 +1,25 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
-The device reads the weights once per step (of a mixture of experts, the experts that its tokens choose), and the keys
-of each decode. The layers' matrix products cost little per token as long as reading their weights takes longer, and
-more beyond that *knee*. Attention of prompts takes as long as all pairs of a query and a key, or as walking through the
-keys of the longest context, whichever takes longer. Drawing, verifying and masking cost per sequence. A step that was
-recorded as a CUDA graph is padded to the next recorded size. A step with prompts that has no recording is launched
-kernel by kernel, and takes no less than the launches do. All factors are at least 0 and all counts only grow with the
-work. So more work never takes less time.
+The tokens that are computed cost what a table says, by their number, padding included: reading the weights, and the
+matrix products. Recorded sizes have kernels of their own, so no line would go through all of them. Attention
+of decodes reads their keys. With few keys the programs wait for memory more than they read, so that the first keys
+cost more. Attention of prompts takes as long as all pairs of a query and a key, and as walking through the keys of the
+longest context.
+
+How a step is computed follows from its size (nanovllm/graphs). Decodes are padded to the next recorded size. In a step
+with few tokens those of prompts are decodes of their own, each of which reads its context. Other steps with prompts are
+padded to the next size with prompts, whose kernels read the keys of decodes more slowly. What no recording has room for
+is launched kernel by kernel, and takes no less than the launches do. All factors are at least 0 and all counts only
+grow with the work. So more work never takes less time, which is not quite true of the engine: some steps would be
+quicker in a larger recording than in the one that they are given.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from nanovllm.simulate.needs import Architecture, Needs
@@ -20,43 +27,61 @@ from nanovllm.simulate.step_shape import StepShape
 
 # Terms of the device, with what their factors grow with from one model to another
 DEVICE_TERMS = {
-    "step": "weights",  # reading the weights, and starting the kernels of each layer
-    "token": "layers",  # of any kind, padding included
-    "token_beyond_knee": "products",  # tokens beyond the knee, for which the products take longer than the weights
-    "decode": "layers",
     "decode_key": "keys",
-    "prompt_step": "layers",  # once, if there is any chunk of a prompt
+    "first_key": "layers",  # of the first `FIRST_KEYS` keys of decodes, beside the above; none on a CPU
+    "key_beside_prompts": "keys",  # beside the above, where decodes are not in a recording of their own
     "prompt": "layers",
     "prompt_pair": "pairs",
-    "sample": "head",
+    "prompt_key": "layers",  # of the longest context of a chunk: few programs walk through all of its keys
+    "own_key": "keys",  # of prompts whose tokens are decodes of their own, in place of the two above
+    "many_sequences": "layers",  # once, if a recording with prompts has more than `FEW_SEQUENCES`
     "guess_step": "layers",  # once, if there is any guess
-    "guess": "head",
     "masked_step": "layers",  # once, if there is any mask: the step is two recordings, and waits for the masks between
     "masked": "vocabulary",
-    "prompt_key": "layers",  # of the longest context of a chunk: few programs walk through all of its keys
+    "sample": "head",
 }
+FIRST_KEYS = 4096
+FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
+# A step whose tokens are decodes of their own is counted as if it read no more keys than half of the most that it may
+# have, and so many for each key of the longest context. With more of them larger recordings are quicker on an H200.
+OWN_SHARE, OWN_QUERIES = 0.5, 160
 # Terms of the host: "prompt_step" once, if there is any chunk of a prompt; "prompt" for each chunk
 HOST_TERMS = ("step", "sequence", "prompt_token", "sample", "prompt_step", "prompt")
+
+
+class Kind(Enum):
+    """How a step is computed."""
+
+    DECODES = 1  # in a recording of decodes, or without any recordings
+    PROMPTS = 2  # in a recording with prompts
+    LAUNCHED = 3  # kernel by kernel
 
 
 @dataclass(frozen=True)
 class Recordings:
     """Which steps are replayed as a CUDA graph (nanovllm/graphs/sizes.py). Without any, nothing is padded.
 
-    decodes: numbers of tokens of the recordings of decodes, ascending; guesses count as tokens.
-    prompts: the same of steps with prompts. max_sequences: that such a recording has room for, a row of padding
-    included. max_operations: of the matrix products of a layer; a step with prompts that has more is not recorded.
-    layer_operations: what a token needs of them, which depends on the model.
+    decodes: numbers of tokens of the recordings of decodes, ascending; guesses count as tokens. max_several: tokens of
+    such a recording in which sequences have several; max_read: bytes of keys and values that these read in a layer.
+    prompts: numbers of tokens of the recordings of steps with prompts. max_sequences: that such a recording has room
+    for, a row of padding included. max_operations: of the matrix products of a layer; a step with prompts that has more
+    is not recorded.
+    layer_operations, layer_key_bytes: what a token needs of both, which depends on the model.
     """
 
     decodes: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
+    max_several: int = 0
+    max_read: int = 0
     max_sequences: int = 0
     max_operations: float = 0.0
     layer_operations: float = 0.0
+    layer_key_bytes: float = 1.0
 
-    def for_model(self, model: Architecture) -> "Recordings":
-        return replace(self, layer_operations=2 * model.num_active_parameters / model.num_hidden_layers)
+    def for_model(self, model: Architecture, itemsize: int) -> "Recordings":
+        layers = model.num_hidden_layers
+        operations, key_bytes = 2 * model.num_active_parameters / layers, Needs(model, itemsize).key_bytes / layers
+        return replace(self, layer_operations=operations, layer_key_bytes=key_bytes)
 
     @cached_property
     def largest(self) -> int:
@@ -64,17 +89,36 @@ class Recordings:
         fitting = [n for n in self.prompts if n * self.layer_operations <= self.max_operations]
         return fitting[-1] if fitting else 0
 
-    def run(self, shape: StepShape) -> tuple[int, bool]:
-        """The tokens that are computed for a step, padding included, and whether it is launched kernel by kernel."""
+    @cached_property
+    def first_keys(self) -> int:
+        """Keys of decodes that cost more than others."""
+        return FIRST_KEYS if self.decodes else 0
+
+    @cached_property
+    def max_keys(self) -> float:
+        """That sequences with several tokens read together in a recording of decodes."""
+        return self.max_read / self.layer_key_bytes
+
+    def run(self, shape: StepShape) -> tuple[int, Kind]:
+        """The tokens that are computed for a step, padding included, and how."""
         tokens = shape.decodes + shape.prompt_tokens + shape.guesses
+        if not self.decodes:
+            return tokens, Kind.DECODES
+        several = shape.prompts or shape.guesses
+        most = self.max_several if several else self.decodes[-1]
         padded = padded_to(self.decodes, tokens)
-        if not self.decodes or (not shape.prompts and tokens <= self.decodes[-1]):
-            return padded, False
+        if tokens <= most and shape.prompt_pairs <= self.max_keys:
+            return padded, Kind.DECODES
         # Rows that are launched one by one are not padded. They count as if they were, so that more work never counts
         # as less: what they cost is launching.
         padded = max(padded, padded_to(self.prompts, tokens))
-        sequences = max(shape.decodes + shape.prompts + 1, shape.samples + shape.guesses)
-        return padded, tokens > self.largest or sequences > self.max_sequences
+        launched = tokens > self.largest or sequences_of(shape) > self.max_sequences
+        return padded, Kind.LAUNCHED if launched else Kind.PROMPTS
+
+
+def sequences_of(shape: StepShape) -> int:
+    """Places of a recording with prompts that a step needs."""
+    return max(shape.decodes + shape.prompts + 1, shape.samples + shape.guesses)
 
 
 def padded_to(sizes: tuple[int, ...], tokens: int) -> int:
@@ -85,11 +129,15 @@ def padded_to(sizes: tuple[int, ...], tokens: int) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. `device` and `host` have a factor for each term, in seconds per count."""
+    """Seconds of a step. `device` and `host` have a factor for each term, in seconds per count.
 
+    table: [tokens, seconds], ascending in both: what the tokens that are computed take. Between two rows, and beyond
+    the last, a line goes through it; up to the first row it is flat.
+    """
+
+    table: tuple[tuple[int, float], ...]
     device: Mapping[str, float]
     host: Mapping[str, float]
-    knee: int = 0  # tokens
     launch: float = 0.0  # seconds that launching a step kernel by kernel takes at least
     recordings: Recordings = field(default_factory=Recordings)
     experts: float = 0.0  # seconds that reading the weights of all experts takes; no card was measured with them
@@ -99,27 +147,66 @@ class StepTime:
         # Looked up once, not per step: a simulation has millions of them.
         object.__setattr__(self, "_device", tuple(self.device.get(name, 0.0) for name in DEVICE_TERMS))
         object.__setattr__(self, "_host", tuple(self.host.get(name, 0.0) for name in HOST_TERMS))
+        object.__setattr__(self, "_known", {})
+
+    def of_tokens(self, tokens: float) -> float:
+        """Seconds by the table."""
+        known: dict[float, float] = self._known  # type: ignore[attr-defined]
+        seconds = known.get(tokens)
+        if seconds is None:
+            seconds = known[tokens] = line_at(self.table, tokens)
+        return seconds
 
     def device_seconds(self, shape: StepShape) -> float:
         """How long the device is busy with a step."""
-        return self._seconds(*self.recordings.run(shape), shape)
-
-    def _seconds(self, tokens: int, launched: bool, shape: StepShape) -> float:
         factors: tuple[float, ...] = self._device  # type: ignore[attr-defined]
-        seconds = factors[0] + factors[1] * tokens + factors[3] * shape.decodes + factors[4] * shape.decode_keys
-        seconds += factors[8] * shape.samples
-        if tokens > self.knee:
-            seconds += factors[2] * (tokens - self.knee)
+        tokens, kind = self.recordings.run(shape)
+        seconds = self.of_tokens(tokens) + factors[0] * shape.decode_keys
+        first = self.recordings.first_keys
+        seconds += factors[1] * (shape.decode_keys if shape.decode_keys < first else first)
+        seconds += factors[11] * shape.samples
         if self.experts:
             seconds += self.experts * (1 - (1 - self.chosen_share) ** tokens)
+        if kind is not Kind.DECODES:
+            seconds += factors[2] * shape.decode_keys
+            if sequences_of(shape) > FEW_SEQUENCES:
+                seconds += factors[7]
         if shape.prompts:
-            seconds += factors[5] + factors[6] * shape.prompts
-            seconds += max(factors[7] * shape.prompt_pairs, factors[13] * shape.prompt_keys)
+            seconds += factors[3] * shape.prompts
+            attention = factors[4] * shape.prompt_pairs + factors[5] * shape.prompt_keys
+            own, few = factors[6] * self.own_keys(shape), self.recordings.max_several
+            if tokens > few:  # which is no less than the same with few tokens
+                own -= self.of_tokens(tokens) - self.of_tokens(few)
+            seconds += max(attention, own)
         if shape.guesses:
-            seconds += factors[9] + factors[10] * shape.guesses
+            seconds += factors[8]
         if shape.masked:
-            seconds += factors[11] + factors[12] * shape.masked
-        return max(seconds, self.launch) if launched else seconds
+            seconds += factors[9] + factors[10] * shape.masked
+        return max(seconds, self.launch) if kind is Kind.LAUNCHED else seconds
+
+    def own_keys(self, shape: StepShape) -> float:
+        """The keys that tokens of prompts read, each by itself, as far as that is the quickest way."""
+        most = OWN_SHARE * self.recordings.max_keys
+        return min(shape.prompt_pairs, most, OWN_QUERIES * shape.prompts * shape.prompt_keys)
+
+    def counts(self, shape: StepShape) -> list[tuple[int, list[float]]]:
+        """What `fit` finds the factors of: tokens of the table, and the counts of the device's terms in the order of
+        `DEVICE_TERMS`. Of several pairs the one that takes longest counts: attention of prompts by all pairs, and if
+        tokens read keys of their own."""
+        tokens, kind = self.recordings.run(shape)
+        beside = kind is not Kind.DECODES
+        many = float(beside and sequences_of(shape) > FEW_SEQUENCES)
+        keys = [
+            shape.decode_keys,
+            min(shape.decode_keys, self.recordings.first_keys),
+            beside * shape.decode_keys,
+            shape.prompts,
+        ]
+        rest = [many, float(shape.guesses > 0), float(shape.masked > 0), shape.masked, shape.samples]
+        found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest])]
+        if own := self.own_keys(shape):
+            found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest]))
+        return found
 
     def host_seconds(self, shape: StepShape) -> float:
         """How long the host is busy with a step while nothing else can happen: scheduling, sending, committing."""
@@ -129,55 +216,59 @@ class StepTime:
             seconds += prompt_step + prompt * shape.prompts + prompt_token * shape.prompt_tokens
         return seconds
 
-    def counts(self, shape: StepShape) -> list[float]:
-        """The counts of the device's terms, in the order of `DEVICE_TERMS`: what `fit` finds the factors of."""
-        tokens, _ = self.recordings.run(shape)
-        some = [float(n > 0) for n in (shape.prompts, shape.guesses, shape.masked)]
-        beyond = max(0, tokens - self.knee)
-        common = [1.0, tokens, beyond, shape.decodes, shape.decode_keys, some[0], shape.prompts, shape.prompt_pairs]
-        return [*common, shape.samples, some[1], shape.guesses, some[2], shape.masked, shape.prompt_keys]
-
-    def for_model(self, old: Architecture, new: Architecture, itemsizes: tuple[int, int], rate: float) -> "StepTime":
+    def for_model(
+        self, old: Architecture, new: Architecture, itemsizes: tuple[int, int], rates: Mapping[str, float]
+    ) -> "StepTime":
         """The same card with another model: each factor grows with the bytes or operations behind it.
 
-        old, new: what a rank has of the measured and of the other model; itemsizes: bytes of a number, of both. rate:
-        bytes per second of the card, which tells reading the weights from the rest of "step".
+        old, new: what a rank has of the measured and of the other model; itemsizes: bytes of a number, of both. rates:
+        of the card, bytes_per_second and operations_per_second. They tell what the table has of reading the weights,
+        and from which number of tokens on the products take longer than that.
         """
         before, after = Needs(old, itemsizes[0]), Needs(new, itemsizes[1])
         layers = new.num_hidden_layers / old.num_hidden_layers
         ratios = {
             "layers": layers,
-            "products": after.token_operations / before.token_operations,
             "keys": after.key_bytes / before.key_bytes,
             "pairs": after.pair_operations / before.pair_operations,
             "head": after.sample_operations / before.sample_operations,
             "vocabulary": new.vocab_size / old.vocab_size,
         }
-        device = {name: self.device.get(name, 0.0) * ratios.get(kind, 1.0) for name, kind in DEVICE_TERMS.items()}
-        step = self.device.get("step", 0.0)
-        reading = min(step, before.weight_bytes / rate)
+        device = {name: self.device.get(name, 0.0) * ratios[kind] for name, kind in DEVICE_TERMS.items()}
+        least = self.table[0][1]
+        reading = min(least, before.weight_bytes / rates["bytes_per_second"])
         experts = reading * after.expert_bytes / before.weight_bytes
-        device["step"] = reading * after.weight_bytes / before.weight_bytes - experts + (step - reading) * layers
-        launch, recordings, knee = self.launch * layers, self.recordings.for_model(new), self.knee
-        if experts:  # a step reads more bytes for each operation, so the knee comes with more tokens
-            bytes_of_token = [n.weight_bytes / n.token_operations for n in (before, after)]
-            knee = round(knee * bytes_of_token[1] / bytes_of_token[0])
-        same = replace(self, device=device, knee=knee, launch=launch, recordings=recordings)
-        return replace(same, experts=experts, chosen_share=after.chosen_share)
+        read = reading * after.weight_bytes / before.weight_bytes - experts
+        balance = rates["operations_per_second"] / rates["bytes_per_second"]
+        knees = [
+            round(balance * (n.weight_bytes - size * n.sample_operations / 2) / n.token_operations)  # without the head
+            for n, size in zip((before, after), itemsizes, strict=True)
+        ]
+        # What a further token takes grows with its hidden states, and beyond the knee also with its products.
+        states, products = layers * new.hidden_size / old.hidden_size, after.token_operations / before.token_operations
+        start, knee = read + (least - reading) * layers, (knees[0], self.of_tokens(knees[0]))
+        table = [(n, start + (seconds - least) * states) for n, seconds in self.table if n < min(knees)]
+        table.append((knees[1], start + (knee[1] - least) * states))
+        product = before.token_operations / rates["operations_per_second"]
+        for (n, seconds), (m, more) in pairwise([knee, *(row for row in self.table if row[0] > knees[0])]):
+            multiplying = min(more - seconds, (m - n) * product)
+            grown = multiplying * products + (more - seconds - multiplying) * states
+            table.append((table[-1][0] + m - n, table[-1][1] + grown))
+        same = replace(self, table=tuple(table), device=device, launch=self.launch * layers)
+        recordings = self.recordings.for_model(new, itemsizes[1])
+        return replace(same, recordings=recordings, experts=experts, chosen_share=after.chosen_share)
 
     def with_all_reduces(self, model: Architecture, itemsize: int, seconds: float, per_byte: float) -> "StepTime":
         """With the sums over the ranks."""
-        number = model.num_all_reduces
-        device = dict(self.device)
-        device["step"] = device.get("step", 0.0) + number * seconds
-        device["token"] = device.get("token", 0.0) + number * per_byte * model.hidden_size * itemsize
-        return replace(self, device=device)
+        per_token = per_byte * model.hidden_size * itemsize
+        sums = [model.num_all_reduces * (seconds + per_token * n) for n, _ in self.table]
+        return replace(self, table=tuple((n, own + more) for (n, own), more in zip(self.table, sums, strict=True)))
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "table": [list(row) for row in self.table],
             "device": dict(self.device),
             "host": dict(self.host),
-            "knee": self.knee,
             "launch": self.launch,
             "recordings": asdict(self.recordings),
         }
@@ -186,4 +277,14 @@ class StepTime:
     def from_json(cls, raw: Mapping[str, Any]) -> "StepTime":
         sizes = {name: tuple(raw["recordings"][name]) for name in ("decodes", "prompts")}
         recordings = Recordings(**{**raw["recordings"], **sizes})
-        return cls(raw["device"], raw["host"], raw["knee"], raw["launch"], recordings)
+        table = tuple((int(n), float(seconds)) for n, seconds in raw["table"])
+        return cls(table, raw["device"], raw["host"], raw["launch"], recordings)
+
+
+def line_at(rows: Sequence[tuple[int, float]], place: float) -> float:
+    """The value at `place` of lines through `rows`, of which there is one at least; flat before the first."""
+    if len(rows) < 2 or place <= rows[0][0]:
+        return rows[0][1]
+    after = next((i for i, (n, _) in enumerate(rows) if place <= n), len(rows) - 1)
+    (n, low), (m, high) = rows[after - 1], rows[after]
+    return low + (place - n) * (high - low) / (m - n)

@@ -1,15 +1,12 @@
-"""The cost of a step: counts of real plans, more work never takes less time, factors found again, cards and errors."""
+"""The cost of a step: counts of real plans, cards, models that were not measured, and errors."""
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
@@ -18,9 +15,9 @@ from nanovllm.models.config import read_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate import costs as costs_module
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime, StepShape, load_costs, shape_of
-from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
 from nanovllm.simulate.needs import KINDS, Architecture, Needs, read_architecture
-from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, StepTime
+from nanovllm.simulate.step_time import Recordings
+from tests.simulate.test_step_time import KNOWN
 
 # --- counts of real plans ---------------------------------------------------------------------------------------------
 
@@ -113,136 +110,15 @@ def test_rows_with_masks() -> None:
     assert shape_of(plan) == StepShape(decodes=2, decode_keys=15, samples=2, masked=1)
 
 
-# --- the time of a shape ----------------------------------------------------------------------------------------------
-
-RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 64, 1e6, 1e3)
-factor = st.floats(0, 1e-3)
-numbers = st.integers(0, 2000)
-shapes = st.builds(StepShape, *[numbers] * 9)
-times = st.builds(
-    StepTime,
-    st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, factor)),
-    st.fixed_dictionaries(dict.fromkeys(HOST_TERMS, factor)),
-    st.integers(0, 500),
-    st.floats(0, 0.1),
-    st.sampled_from([RECORDINGS, Recordings()]),
-    st.floats(0, 0.1),
-    st.floats(0, 1),
-)
-
-
-@given(times, shapes, shapes)
-@settings(max_examples=60, deadline=None)
-def test_more_work_never_takes_less_time(time: StepTime, shape: StepShape, more: StepShape) -> None:
-    larger = StepShape(*map(sum, zip(shape, more, strict=True)))
-    assert time.device_seconds(larger) >= time.device_seconds(shape) * (1 - 1e-12)
-    assert time.host_seconds(larger) >= time.host_seconds(shape) * (1 - 1e-12)
-
-
-def test_a_step_is_padded_to_its_recording_or_launched() -> None:
-    run = RECORDINGS.run
-    assert run(StepShape(decodes=9)) == (16, False)
-    assert run(StepShape(decodes=9, prompts=1, prompt_tokens=1)) == (64, False)
-    assert run(StepShape(decodes=63, prompts=1, prompt_tokens=1)) == (64, True)  # no room for a row of padding
-    assert run(StepShape(prompts=1, prompt_tokens=513)) == (513, True)
-    assert replace(RECORDINGS, layer_operations=5e3).run(StepShape(prompts=1, prompt_tokens=257)) == (512, True)
-    assert Recordings().run(StepShape(decodes=300)) == (300, False)
-
-
-def test_launching_is_a_floor_and_no_addition() -> None:
-    time = StepTime({"token": 1e-5}, {}, launch=0.01, recordings=RECORDINGS)
-    assert time.device_seconds(StepShape(prompts=70, prompt_tokens=100)) == 0.01
-    assert time.device_seconds(StepShape(prompts=70, prompt_tokens=5000)) == pytest.approx(0.05)
-
-
-KNOWN = StepTime(
-    {"step": 7e-4, "token": 2e-7, "token_beyond_knee": 1.2e-6, "decode": 1e-6, "decode_key": 2.6e-8}
-    | {"prompt_step": 3e-4, "prompt": 4e-6, "prompt_pair": 2e-10, "guess_step": 1e-4, "masked": 5e-5}
-    | {"prompt_key": 4e-7},
-    {"step": 5e-5, "sequence": 2e-6, "prompt_token": 0.0, "sample": 1e-6},
-    160,
-    0.009,
-    RECORDINGS,
-)
-
-
-def drawn(count: int) -> list[StepShape]:
-    draw = random.Random(0)
-    found = []
-    for _ in range(count):
-        decodes, prompts = draw.choice([0, 1, 4, 16, 64, 200]), draw.choice([0, 0, 1, 3])
-        tokens = draw.choice([20, 100, 400, 3000]) * prompts
-        keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
-        guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
-        of_prompts = prompts, tokens, tokens * context
-        longest = context * (prompts > 0)
-        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest))
-    return [shape for shape in found if shape.samples]
-
-
-def test_the_fit_finds_a_known_cost_in_noisy_points() -> None:
-    draw = random.Random(1)
-    seen = [Observation(str(i), [s], KNOWN.device_seconds(s) * draw.gauss(1, 0.02)) for i, s in enumerate(drawn(400))]
-    found, missed = fit_device(seen, RECORDINGS)
-    assert missed.median < 2.5 and missed.worst < 12
-    for shape in drawn(60):
-        assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
-    assert found.launch == pytest.approx(KNOWN.launch, rel=0.02)
-    for name in "decode_key", "prompt_key":
-        assert found.device[name] == pytest.approx(KNOWN.device[name], rel=0.05)
-
-
-def test_the_fit_finds_it_in_sums_over_whole_runs() -> None:
-    all_shapes = drawn(400)
-    runs = [all_shapes[i : i + 5] for i in range(0, len(all_shapes) - 5, 5)] + [[s] for s in all_shapes[:40]]
-    seen = [Observation(str(i), run, sum(map(KNOWN.device_seconds, run))) for i, run in enumerate(runs)]
-    assert fit_device(seen, RECORDINGS)[1].worst < 2
-
-
-def test_the_fit_of_the_host() -> None:
-    steps = [(s, KNOWN.host_seconds(s), 0.01) for s in drawn(100)]
-    found = replace(KNOWN, host=fit_host(steps))
-    for shape in drawn(20):  # the last chunk of a prompt draws, so that a sequence and a sample are hard to tell apart
-        assert found.host_seconds(shape) == pytest.approx(KNOWN.host_seconds(shape), rel=1e-6)
-
-
-def test_the_fit_of_the_intake() -> None:
-    added = [(n, n * length, n * 3e-5 + n * length * 2e-7, 1.0) for n in (1, 8, 30) for length in (10, 1000)]
-    assert fit_intake(added) == pytest.approx((3e-5, 2e-7))
-
-
-def test_least_squares_without_negative_factors() -> None:
-    import numpy as np
-
-    a, b = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([3.0, 2.0, 1.0])
-    assert non_negative_least_squares(a, b).tolist() == pytest.approx([2.0, 0.0])  # a slope below 0 would fit better
-    assert non_negative_least_squares(a, np.array([3.0, 5.0, 7.0])).tolist() == pytest.approx([1.0, 2.0])
-
-
-def test_least_squares_are_the_best_of_all_choices_of_columns() -> None:
-    import numpy as np
-
-    draw = np.random.default_rng(0)
-    for _ in range(300):
-        a, b = draw.uniform(size=(8, 4)), draw.uniform(size=8)  # columns that are much alike
-        errors = [float(b @ b)]
-        for chosen in range(1, 16):
-            columns = a[:, [bool(chosen >> i & 1) for i in range(4)]]
-            x = np.linalg.lstsq(columns, b, rcond=None)[0]
-            if x.min() >= 0:
-                errors.append(float(((columns @ x - b) ** 2).sum()))
-        found = non_negative_least_squares(a, b)
-        assert found.min() >= 0 and ((a @ found - b) ** 2).sum() == pytest.approx(min(errors))
-
-
 # --- cards ------------------------------------------------------------------------------------------------------------
 
+RATES = {"bytes_per_second": 1e9, "operations_per_second": 1e11}
 SMALL = Architecture(1000, 64, 128, 4, 4, 2, 16, True, True, False, False, False)
 
 
 def card(**more: Any) -> Card:
     facts: dict[str, Any] = {"card": "x1", "shape": "tiny", "tensor_parallel_size": 1, "architecture": SMALL}
-    facts |= {"itemsize": 2, "source": "a grid of 3 steps", "rates": {"bytes_per_second": 1e9}, "kv_tokens": 10_000}
+    facts |= {"itemsize": 2, "source": "a grid of 3 steps", "rates": RATES, "kv_tokens": 10_000}
     facts |= {
         "time": KNOWN,
         "server": ServerTime(1e-3, 1e-6, 2e-5),
@@ -278,12 +154,15 @@ def test_another_model_costs_in_proportion(cards: Path, tmp_path: Path) -> None:
     deeper = write_config(tmp_path / "deeper", replace(SMALL, num_hidden_layers=8))
     found = load_costs("x1", deeper)
     assert not found.measured and "derived from tiny" in found.source
-    for name in ("token_beyond_knee", "decode_key", "prompt_pair", "decode"):
+    for name in ("decode_key", "prompt_pair", "prompt_key", "own_key"):
         assert found.time.device[name] == pytest.approx(2 * KNOWN.device[name])
     assert found.time.launch == 2 * KNOWN.launch and found.time.device["masked"] == KNOWN.device["masked"]
     needs, more = Needs(SMALL, 2), Needs(replace(SMALL, num_hidden_layers=8), 2)
-    rest = KNOWN.device["step"] - needs.weight_bytes / 1e9
-    assert found.time.device["step"] == pytest.approx(more.weight_bytes / 1e9 + 2 * rest)
+    rest = 7e-4 - needs.weight_bytes / 1e9
+    assert found.time.of_tokens(1) == pytest.approx(more.weight_bytes / 1e9 + 2 * rest)
+    for few, many in (1, 64), (64, 128), (600, 3000):
+        grown, more_grown = (time.of_tokens(many) - time.of_tokens(few) for time in (KNOWN, found.time))
+        assert more_grown == pytest.approx(2 * grown)
     assert found.kv_tokens == (10_000 * needs.key_bytes + needs.memory_bytes - more.memory_bytes) // more.key_bytes
 
 
@@ -292,7 +171,7 @@ def test_an_embedding_takes_memory_even_if_no_step_reads_it_whole(cards: Path, t
     found = load_costs("x1", write_config(tmp_path / "two", two))
     embedding = 2 * SMALL.vocab_size * SMALL.hidden_size
     assert found.kv_tokens == 10_000 - embedding // Needs(SMALL, 2).key_bytes
-    assert found.time.device["step"] == pytest.approx(KNOWN.device["step"])
+    assert found.time.of_tokens(1) == pytest.approx(KNOWN.of_tokens(1))
 
 
 def test_experts_are_read_as_tokens_choose_them(cards: Path, tmp_path: Path) -> None:
@@ -303,14 +182,17 @@ def test_experts_are_read_as_tokens_choose_them(cards: Path, tmp_path: Path) -> 
     (path / "config.json").write_text(json.dumps(raw | {"model_type": "qwen3_moe"}))
     found, needs = load_costs("x1", path), Needs(with_experts, 2)
     assert not found.measured and "derived from tiny" in found.source
-    free = replace(found.time, device={"step": found.time.device["step"]}, launch=0.0, recordings=Recordings())
-    rest = KNOWN.device["step"] - Needs(SMALL, 2).weight_bytes / 1e9
+    free = replace(found.time, table=found.time.table[:1], device={}, launch=0.0, recordings=Recordings())
+    rest = 7e-4 - Needs(SMALL, 2).weight_bytes / 1e9
     for batch in (1, 5, 300):
         expected = rest + needs.read_bytes(batch) / 1e9
         assert free.device_seconds(StepShape(decodes=batch)) == pytest.approx(expected)
     ratio = needs.token_operations / Needs(SMALL, 2).token_operations
-    assert found.time.device["token_beyond_knee"] == pytest.approx(ratio * KNOWN.device["token_beyond_knee"])
-    assert found.time.knee > 2 * KNOWN.knee
+    knee = found.time.table[2][0]  # behind the rows of 1 and of 64 tokens
+    assert knee > 2 * 100
+    assert found.time.of_tokens(knee) - found.time.of_tokens(1) == pytest.approx(KNOWN.of_tokens(100) - 7e-4, rel=0.1)
+    grown, more_grown = (time.of_tokens(4000) - time.of_tokens(3500) for time in (KNOWN, found.time))
+    assert more_grown == pytest.approx(ratio * grown)
     two = with_experts.share(2)
     assert two.num_expert_parameters == with_experts.num_expert_parameters / 2
     with pytest.raises(ValueError, match="and 128 and 64 neurons; choose a number that divides all of them"):
@@ -320,7 +202,8 @@ def test_experts_are_read_as_tokens_choose_them(cards: Path, tmp_path: Path) -> 
 def test_ranks_share_the_work_and_pay_for_sums(cards: Path) -> None:
     alone, two = load_costs("x1", "tiny"), load_costs("x1", "tiny", 2)
     assert two.time.device["decode_key"] == alone.time.device["decode_key"] / 2
-    assert two.time.device["token"] == pytest.approx(alone.time.device["token"] + 9 * 1e-9 * 64 * 2)
+    (_, at_one), (_, at_64), *_ = two.time.table
+    assert at_64 - at_one == pytest.approx(8e-4 - 7e-4 + 63 * 9 * 1e-9 * 64 * 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=4: sums over so many ranks were not measured on x1"):
         load_costs("x1", "tiny", 4)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not fit a model of 4 heads"):

@@ -1,6 +1,7 @@
 """The benchmark of steps, from a grid on a tiny model to a card; and the drivers of what is simulated."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
-from nanovllm.simulate.costs import Card, StepShape, load_costs
+from nanovllm.simulate.costs import CARDS, Card, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.test_engine_benchmarks import run_here
 from tests.weights import lively_qwen3, lively_qwen3_moe
@@ -120,6 +121,16 @@ def test_launching_belongs_to_the_step_that_is_launched() -> None:
     assert step_costs.with_its_launches(recorded, recordings) == recorded
     assert step_costs.with_its_launches(launched, recordings) == {**launched, "device": 0.003, "host": None}
     assert step_costs.with_its_launches(launched, Recordings()) == launched  # nothing is recorded: as on a CPU
+
+
+def test_a_step_that_no_card_can_compute_so_fast_is_left_out() -> None:
+    [path] = CARDS.glob("h200.*.json")
+    card = Card.read(path)
+    shape = [0, 0, 1, 16_384, 2**27, 1, 0, 0, 16_384]
+    points = [*card.points, {"name": "too fast", "shape": shape, "device": 0.01, "host": None}]
+    again = step_costs.fitted(replace(card, points=points))
+    assert again.residuals["left_out"] == [*card.residuals["left_out"], "too fast"]
+    assert again.time == step_costs.fitted(card).time
 
 
 def test_what_http_costs_is_measured() -> None:

@@ -1,0 +1,170 @@
+"""The time of a step by its counts: more work never takes less time, and the fit finds known factors again."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.simulate.fit import (
+    Observation,
+    fit_device,
+    fit_host,
+    fit_intake,
+    non_negative_least_squares,
+    residuals,
+)
+from nanovllm.simulate.step_shape import StepShape
+from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordings, StepTime
+
+RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 96, 4000, 64, 1e6, 1e3)
+factor = st.floats(0, 1e-3)
+numbers = st.integers(0, 2000)
+shapes = st.builds(StepShape, *[numbers] * 9)
+chunks = st.builds(  # of up to 150 tokens: at 96 and at 2000 keys, others ways of computing them begin
+    lambda tokens, context: StepShape(0, 0, 1, tokens, tokens * context, 0, 0, 0, context),
+    st.integers(1, 150),
+    st.integers(1, 60),
+)
+tables = st.lists(st.tuples(st.integers(1, 600), st.floats(0, 0.1)), min_size=1, max_size=6).map(
+    lambda rows: tuple(zip(sorted({n for n, _ in rows}), sorted(seconds for _, seconds in rows), strict=False))
+)
+times = st.builds(
+    StepTime,
+    tables,
+    st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, factor)),
+    st.fixed_dictionaries(dict.fromkeys(HOST_TERMS, factor)),
+    st.floats(0, 0.1),
+    st.sampled_from([RECORDINGS, Recordings()]),
+    st.floats(0, 0.1),
+    st.floats(0, 1),
+)
+
+
+@given(times, shapes, shapes)
+@settings(max_examples=60, deadline=None)
+def test_more_work_never_takes_less_time(time: StepTime, shape: StepShape, more: StepShape) -> None:
+    larger = StepShape(*map(sum, zip(shape, more, strict=True)))
+    assert time.device_seconds(larger) >= time.device_seconds(shape) * (1 - 1e-12)
+    assert time.host_seconds(larger) >= time.host_seconds(shape) * (1 - 1e-12)
+
+
+@given(times, chunks, chunks)
+@settings(max_examples=200, deadline=None)
+def test_a_larger_chunk_never_takes_less_time(time: StepTime, chunk: StepShape, other: StepShape) -> None:
+    larger = StepShape(*map(max, zip(chunk, other, strict=True)))
+    assert time.device_seconds(larger) >= time.device_seconds(chunk) * (1 - 1e-12)
+
+
+def test_a_step_is_padded_to_its_recording_or_launched() -> None:
+    run = RECORDINGS.run
+    assert run(StepShape(decodes=9)) == (16, Kind.DECODES)
+    assert run(StepShape(decodes=89, prompts=1, prompt_tokens=1)) == (96, Kind.DECODES)  # each token is a decode
+    assert run(StepShape(decodes=9, guesses=90)) == (128, Kind.LAUNCHED)  # too many tokens for that
+    assert run(StepShape(prompts=1, prompt_tokens=65)) == (72, Kind.DECODES)
+    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4000)) == (72, Kind.DECODES)
+    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4001)) == (128, Kind.PROMPTS)  # reads too much
+    assert run(StepShape(decodes=9, prompts=1, prompt_tokens=100)) == (128, Kind.PROMPTS)
+    assert run(StepShape(decodes=63, prompts=1, prompt_tokens=50)) == (128, Kind.LAUNCHED)  # no room for a padding row
+    assert run(StepShape(prompts=1, prompt_tokens=513)) == (513, Kind.LAUNCHED)
+    costly = replace(RECORDINGS, layer_operations=5e3)
+    assert costly.run(StepShape(prompts=1, prompt_tokens=257)) == (512, Kind.LAUNCHED)
+    assert Recordings().run(StepShape(decodes=300)) == (300, Kind.DECODES)
+
+
+def test_keys_of_few_tokens_and_of_many() -> None:
+    """Where tokens are decodes of their own, each reads its context. A larger step shares the keys, and takes no less
+    than a step with few tokens."""
+    time = replace(KNOWN, table=((1, 1e-3), (96, 1e-3), (128, 1e-3)), device={"own_key": 1e-6})
+    few = StepShape(prompts=1, prompt_tokens=50, prompt_pairs=1275, prompt_keys=50)
+    assert time.device_seconds(few) == pytest.approx(1e-3 + 1e-6 * 1275)
+    more = few._replace(prompt_tokens=120, prompt_pairs=7260, prompt_keys=120)
+    assert time.device_seconds(more) == pytest.approx(1e-3 + 1e-6 * 2000)  # half of what it might read
+    slower = replace(time, table=((1, 1e-3), (96, 1e-3), (128, 4e-3)))
+    assert slower.device_seconds(more) == pytest.approx(4e-3)
+
+
+def test_launching_is_a_floor_and_no_addition() -> None:
+    time = StepTime(((0, 0.0), (1000, 0.01)), {}, {}, launch=0.01, recordings=RECORDINGS)
+    assert time.device_seconds(StepShape(prompts=70, prompt_tokens=100)) == 0.01
+    assert time.device_seconds(StepShape(prompts=70, prompt_tokens=5000)) == pytest.approx(0.05)
+
+
+KNOWN = StepTime(
+    ((1, 7e-4), (64, 8e-4), (128, 9e-4), (512, 1.4e-3), (3000, 4e-3)),
+    {"decode_key": 2.6e-8, "first_key": 2e-8, "key_beside_prompts": 1e-8, "prompt": 4e-6, "prompt_pair": 2e-10}
+    | {"prompt_key": 4e-7, "own_key": 1e-8, "many_sequences": 3e-4, "guess_step": 1e-4, "masked": 5e-5},
+    {"step": 5e-5, "sequence": 2e-6, "prompt_token": 0.0, "sample": 1e-6},
+    0.009,
+    RECORDINGS,
+)
+
+
+def drawn(count: int) -> list[StepShape]:
+    draw = random.Random(0)
+    found = []
+    for _ in range(count):
+        decodes, prompts = draw.choice([0, 1, 4, 16, 64, 200]), draw.choice([0, 0, 1, 3])
+        tokens = draw.choice([20, 100, 400, 3000]) * prompts
+        keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
+        guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
+        of_prompts = prompts, tokens, tokens * context
+        longest = context * (prompts > 0)
+        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest))
+    return [shape for shape in found if shape.samples]
+
+
+def test_the_fit_finds_a_known_cost_in_noisy_points() -> None:
+    draw = random.Random(1)
+    seen = [Observation(str(i), s, KNOWN.device_seconds(s) * draw.gauss(1, 0.02)) for i, s in enumerate(drawn(400))]
+    found = fit_device(seen, RECORDINGS)
+    missed = residuals(seen, found)
+    assert missed.median < 2.5 and missed.worst < 12
+    for shape in drawn(60):
+        assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
+    assert found.launch == pytest.approx(KNOWN.launch, rel=0.02)
+    for name in "decode_key", "prompt_key":
+        assert found.device[name] == pytest.approx(KNOWN.device[name], rel=0.05)
+
+
+def test_the_fit_does_not_follow_a_few_steps_that_contradict_the_others() -> None:
+    seen = [
+        Observation(str(i), s, KNOWN.device_seconds(s) * (3 if i % 20 == 7 else 1)) for i, s in enumerate(drawn(400))
+    ]
+    found = fit_device(seen, RECORDINGS)
+    for shape in drawn(60):
+        assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
+
+
+def test_the_fit_of_the_host() -> None:
+    steps = [(s, KNOWN.host_seconds(s), 0.01) for s in drawn(100)]
+    found = replace(KNOWN, host=fit_host(steps))
+    for shape in drawn(20):  # the last chunk of a prompt draws, so that a sequence and a sample are hard to tell apart
+        assert found.host_seconds(shape) == pytest.approx(KNOWN.host_seconds(shape), rel=1e-6)
+
+
+def test_the_fit_of_the_intake() -> None:
+    added = [(n, n * length, n * 3e-5 + n * length * 2e-7, 1.0) for n in (1, 8, 30) for length in (10, 1000)]
+    assert fit_intake(added) == pytest.approx((3e-5, 2e-7))
+
+
+def test_least_squares_without_negative_factors() -> None:
+    a, b = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([3.0, 2.0, 1.0])
+    assert non_negative_least_squares(a, b).tolist() == pytest.approx([2.0, 0.0])  # a slope below 0 would fit better
+    assert non_negative_least_squares(a, np.array([3.0, 5.0, 7.0])).tolist() == pytest.approx([1.0, 2.0])
+
+
+def test_least_squares_are_the_best_of_all_choices_of_columns() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        a, b = draw.uniform(size=(8, 4)), draw.uniform(size=8)  # columns that are much alike
+        errors = [float(b @ b)]
+        for chosen in range(1, 16):
+            columns = a[:, [bool(chosen >> i & 1) for i in range(4)]]
+            x = np.linalg.lstsq(columns, b, rcond=None)[0]
+            if x.min() >= 0:
+                errors.append(float(((columns @ x - b) ** 2).sum()))
+        found = non_negative_least_squares(a, b)
+        assert found.min() >= 0 and ((a @ found - b) ** 2).sum() == pytest.approx(min(errors))
