@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sampling(generate)
     chat = command("chat", run_chat, "talk to an instruction model")
+    chat.add_argument("--system-prompt", metavar="TEXT", help="a system message before the conversation")
     sampling(chat)
     add_options(command("serve", run_serve, "answer requests over HTTP, as OpenAI's API does"))
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
@@ -99,7 +100,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-length", type=int, default=256, help=help)
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     info = command("info", run_info, "what was detected and chosen, and why")
-    info.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    for sub in chat, bench, info:
+        sub.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     help = "a fleet of engines in virtual time: who waits how long, and what it costs"
     simulate = commands.add_parser("simulate", help=help, description=help)
     simulate.set_defaults(run=run_simulate)
@@ -183,8 +185,9 @@ def run_chat(args: argparse.Namespace) -> None:
     with make_llm(args, generation_config=args.generation_config) as llm:
         assert llm.tokenizer is not None
         params = params_of(args, llm.sampling_defaults)
-        messages: list[dict[str, str]] = []
-        llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])  # no template: say so before anybody types
+        messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+        # No template, or none with a place for system messages: say so before anybody types
+        llm.tokenizer.encode_chat([*messages, {"role": "user", "content": "?"}])
         print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
         while True:
             try:
