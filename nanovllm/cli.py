@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+class Command(argparse.ArgumentParser):
+    """One of the commands. An argument that it does not have is its own mistake, so its own usage is shown."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, cutoff=0.75)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+        return found, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="nanovllm", description="An LLM inference engine to read in an afternoon.")
     top.epilog = "`nanovllm COMMAND --help` lists the options of a command."
     top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)

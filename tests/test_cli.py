@@ -210,6 +210,25 @@ def test_a_mistake_is_one_line(
     assert arguments[0] == "info" or printed.out == ""  # no half of an answer before it
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--tool-call-parser", "hermes"], "--tool-call-parser; did you mean --tool-parser?"),
+        (["generate", "x", "--temprature=0"], "--temprature=0; did you mean --temperature?"),
+        (["chat", "--disable-log-requests"], "--disable-log-requests"),
+        (["generate", "two", "words"], "words"),
+    ],
+)
+def test_an_unknown_argument_is_told_by_the_command(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    err, name = capsys.readouterr().err, f"nanovllm {arguments[0]}"
+    assert ended.value.code == 2 and err.startswith(f"usage: {name} ")
+    assert err.endswith(f"\n{name}: error: unrecognized arguments: {told}\n")
+
+
 @pytest.mark.parametrize("option", ["--json-schema", "--grammar"])
 def test_a_file_in_another_encoding_is_named(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schema"
