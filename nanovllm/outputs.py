@@ -66,6 +66,12 @@ def _read_logprobs(output: CompletionOutput) -> list[dict[int, Logprob]] | None:
     return found
 
 
+def logprobs_from(output: CompletionOutput, start: int) -> Sequence[dict[int, Logprob]] | None:
+    """`output.logprobs[start:]`, in a time that does not grow with what is before `start`."""
+    found: Sequence[dict[int, Logprob]] | None = _logprobs.__get__(output)
+    return None if found is None else found[start:]
+
+
 CompletionOutput.logprobs = property(_read_logprobs, _logprobs.__set__)  # type: ignore[assignment, misc]
 
 

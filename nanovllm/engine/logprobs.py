@@ -73,7 +73,7 @@ class OutputLogprobs(Sequence[Entry]):
         return entries[chosen] if isinstance(chosen, int) else [entries[i] for i in chosen]
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self[:])
+        return iter(self._growing.entries(self._length)[: self._length])
 
 
 def without_text(found: TokenLogprobs) -> Entry:

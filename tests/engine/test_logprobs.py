@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.logprobs import GrowingLogprobs, OutputLogprobs
 from nanovllm.engine.plan import StepPlan, StepResult, TokenLogprobs
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprob
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprob, logprobs_from
 from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -46,6 +46,9 @@ def test_an_output_has_a_list() -> None:
     assert output.logprobs == expected and output == CompletionOutput(0, "", [0], logprobs=expected)
     assert type(output.logprobs) is list and output.logprobs is output.logprobs
     assert CompletionOutput(0, "", [0], logprobs=OutputLogprobs(grown(0))).logprobs == []
+    unread = CompletionOutput(0, "", [0], logprobs=OutputLogprobs(grown(5)))
+    assert logprobs_from(unread, 3) == logprobs_from(output, 3) == expected[3:]
+    assert logprobs_from(CompletionOutput(0, "", [0]), 0) is None
 
 
 def test_nothing_is_made_before_somebody_reads() -> None:
