@@ -16,6 +16,7 @@ import pytest
 from tqdm import tqdm
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.outputs import Logprob
 from tests.data import same_script
 
@@ -65,6 +66,11 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(talking: Path) -> Iterator[LLM]:
     with LLM(talking, max_model_len=256, kv_cache_gib=0.02) as llm:
         yield llm
+
+
+def test_dtypes_have_short_names_as_well() -> None:
+    known = {"half": "float16", "float": "float32", "bfloat16": "bfloat16"}
+    assert {name: EngineConfig(dtype=name).dtype for name in known} == known
 
 
 @pytest.mark.parametrize(
