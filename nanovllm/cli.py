@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+class Command(argparse.ArgumentParser):
+    """One of the commands. An argument that it does not have is its own mistake, so its own usage is shown."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, cutoff=0.75)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+        return found, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="nanovllm", description="An LLM inference engine to read in an afternoon.")
     top.epilog = "`nanovllm COMMAND --help` lists the options of a command."
     top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
@@ -91,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sampling(generate)
     chat = command("chat", run_chat, "talk to an instruction model")
+    chat.add_argument("--system-prompt", metavar="TEXT", help="a system message before the conversation")
     sampling(chat)
     add_options(command("serve", run_serve, "answer requests over HTTP, as OpenAI's API does"))
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
@@ -99,7 +112,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-length", type=int, default=256, help=help)
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     info = command("info", run_info, "what was detected and chosen, and why")
-    info.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    for sub in chat, bench, info:
+        sub.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     help = "a fleet of engines in virtual time: who waits how long, and what it costs"
     simulate = commands.add_parser("simulate", help=help, description=help)
     simulate.set_defaults(run=run_simulate)
@@ -183,8 +197,9 @@ def run_chat(args: argparse.Namespace) -> None:
     with make_llm(args, generation_config=args.generation_config) as llm:
         assert llm.tokenizer is not None
         params = params_of(args, llm.sampling_defaults)
-        messages: list[dict[str, str]] = []
-        llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])  # no template: say so before anybody types
+        messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+        # No template, or none with a place for system messages: say so before anybody types
+        llm.tokenizer.encode_chat([*messages, {"role": "user", "content": "?"}])
         print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
         while True:
             try:

@@ -72,7 +72,8 @@ class EngineConfig:
     attention_backend:       "auto" chooses by device.
     kv_cache_dtype:          "fp8" (or "fp8_e4m3", the same) keeps keys and values in FP8, which takes half the memory
                              of 16 bits. "auto" keeps them in `dtype`.
-    dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
+    dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU. "half" is float16, "float" is
+                             float32.
     load_format:             "dummy" fills the weights at random, for benchmarks.
     quantization:            "fp8" quantises linear layers and experts while they are loaded; see `models/loader.py`.
                              None leaves them as the checkpoint has them, which may be in FP8 already. In either case
@@ -129,6 +130,9 @@ class EngineConfig:
                 raise TypeError(f"{name} must be True or False{', or None' if may_be_open else ''}; got {value!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise TypeError(f"seed must be an integer or None; got {self.seed!r}")
+        for short, name in ("half", "float16"), ("float", "float32"):
+            if self.dtype == short:
+                object.__setattr__(self, "dtype", name)
         for name, known in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),

@@ -1,15 +1,20 @@
 """What was taken from which file of a checkpoint, as `nanovllm info` shows it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm.models.checkpoint import (
+    GENERATION_CONFIG,
+    OF_THE_WHOLE,
     SAMPLING_DEFAULTS,
+    WITH_IMAGES,
     dtype_of_weights,
     generation_file,
     read_eos_token_ids,
+    read_json,
     read_sampling_defaults,
     read_text_config,
     weight_files,
@@ -26,12 +31,11 @@ Fact = tuple[str, str, str]  # name, value, the file that says so
 
 def checkpoint_facts(path: Path) -> list[Fact]:
     """Whatever changes an answer. Raises ValueError for a config.json that is not supported."""
-    raw, config, generation = read_text_config(path), read_config(path), generation_file(path).name
+    raw, config, said = read_text_config(path), read_config(path), partial(place, path)
 
-    def said(*keys: str) -> str:
-        """Where config.json says it: the first of these keys that has a value."""
-        found = [key for key in keys if raw.get(key) is not None]
-        return f"config.json: {found[0]}" if found else "the default"
+    def recommended(key: str) -> str:
+        file = generation_file(path).name
+        return f"{file}: {key}" if file == GENERATION_CONFIG else said(key, default=f"{file}: {key}")
 
     scaling = config.rope_scaling
     kind = "none" if scaling is None else ", ".join([type(scaling).__name__, *numbers(scaling)])
@@ -40,31 +44,44 @@ def checkpoint_facts(path: Path) -> list[Fact]:
     positions = ("rope_parameters", "rope_scaling") if is_longer else ("max_position_embeddings",)
     eos = ", ".join(map(str, sorted(read_eos_token_ids(path)))) or "none"
     facts = [
-        ("architecture", raw["model_type"], "config.json: model_type"),
+        ("architecture", raw["model_type"], said("model_type", default="config.json: model_type")),
         (
             "dtype of the weights",
             str(config.dtype).removeprefix("torch."),
-            dtype_place(path, said("dtype", "torch_dtype")),
+            dtype_place(path, raw, said("dtype", "torch_dtype")),
         ),
-        *quantization_fact(config),
-        ("vocabulary of the model", f"{config.vocab_size} rows", "config.json: vocab_size"),
+        *quantization_fact(config, said),
+        ("vocabulary of the model", f"{config.vocab_size} rows", said("vocab_size")),
         ("positions", str(config.max_position_embeddings), said(*positions)),
-        ("RoPE theta", thetas(config), theta_place(raw)),
+        ("RoPE theta", thetas(config), theta_place(raw, said)),
         ("RoPE scaling", kind, said("rope_parameters", "rope_scaling")),
         *window_facts(config, said),
         head_fact(path, config, said("tie_word_embeddings")),
         *expert_facts(config, said, FAMILIES[raw["model_type"]]),
-        ("EOS ids of the model", eos, f"{generation}: eos_token_id"),
+        ("EOS ids of the model", eos, recommended("eos_token_id")),
         *tokenizer_facts(path),
     ]
     defaults = read_sampling_defaults(path)
     keys = {name: key for key, name in SAMPLING_DEFAULTS.items()}
-    facts += [(f"default {name}", str(value), f"{generation}: {keys[name]}") for name, value in defaults.items()]
+    facts += [(f"default {name}", str(value), recommended(keys[name])) for name, value in defaults.items()]
     return facts if defaults else [*facts, ("sampling defaults", "none", "SamplingParams")]
 
 
-def dtype_place(path: Path, said: str) -> str:
-    by_weights = said == "the default" or read_text_config(path)[said.split(": ")[1]] == "auto"
+def place(path: Path, *keys: str, default: str = "the default") -> str:
+    """Where config.json says it: the first of these keys that has a value. Of a model that also reads images, it is
+    in the `text_config`, or beside it."""
+    whole = read_json(path / "config.json")
+    text = whole["text_config"] if whole.get("model_type") in WITH_IMAGES else None
+    for key in keys:
+        if (text is None or key in OF_THE_WHOLE) and whole.get(key) is not None:
+            return f"config.json: {key}"
+        if text is not None and key != "tie_word_embeddings" and text.get(key) is not None:
+            return f"config.json: text_config.{key}"
+    return default
+
+
+def dtype_place(path: Path, raw: dict[str, Any], said: str) -> str:
+    by_weights = said == "the default" or raw[said.rpartition(": ")[2].removeprefix("text_config.")] == "auto"
     return said if not by_weights or dtype_of_weights(path) is None else "the weights"
 
 
@@ -73,12 +90,12 @@ def thetas(config: ModelConfig) -> str:
     return f"{config.rope_theta:g}{local}"
 
 
-def theta_place(raw: Mapping[str, Any]) -> str:
+def theta_place(raw: dict[str, Any], said: Callable[..., str]) -> str:
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key) or {}
         if rope.get("rope_theta", rope.get(FULL, rope.get(LIMITED))) is not None:
-            return f"config.json: {key}"
-    return "the default" if raw.get("rope_theta") is None else "config.json: rope_theta"
+            return said(key)
+    return said("rope_theta")
 
 
 def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
@@ -89,12 +106,12 @@ def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
     return "tied embeddings", "yes" if config.tie_word_embeddings else "no", source
 
 
-def quantization_fact(config: ModelConfig) -> list[Fact]:
+def quantization_fact(config: ModelConfig, said: Callable[..., str]) -> list[Fact]:
     if config.quantization is None:
         return []
     block = config.quantization.block
     scales = "output channel" if block is None else "block of {} x {}".format(*block)
-    return [("quantised weights", f"FP8, a scale per {scales}", "config.json: quantization_config")]
+    return [("quantised weights", f"FP8, a scale per {scales}", said("quantization_config"))]
 
 
 def window_facts(config: ModelConfig, said: Callable[..., str]) -> list[Fact]:

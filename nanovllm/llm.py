@@ -168,12 +168,14 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, in the model's own chat format.
 
         add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
+        continue_final_message: whether the answer continues the last message; then add_generation_prompt must be False.
         tools: functions that the model may call, as JSON schemas. See `ChatTemplate.render`.
         chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
 
@@ -181,7 +183,9 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
-        prompts = self.tokenizer.encode_chats(messages, add_generation_prompt, tools, chat_template_kwargs)
+        prompts = self.tokenizer.encode_chats(
+            messages, add_generation_prompt, tools, chat_template_kwargs, continue_final_message
+        )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -24,10 +24,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class TokenLogprob(Logprob):
-    """With what vLLM's class does not have: the token's bytes, whether or not they are characters, and the number of
-    characters of the output's text before it."""
+    """With what vLLM's class does not have: the token's bytes as numbers, whether or not they are characters, and the
+    number of characters of the output's text before it."""
 
-    raw: bytes = b""
+    raw: tuple[int, ...] = ()
     text_offset: int = 0
 
 
@@ -36,7 +36,7 @@ class CompletionOutput:
     """One choice of a request.
 
     token_ids:      with the EOS or stop token that ended them.
-    logprobs:       by position, then by token id. In an engine's own outputs the entries are made when they are read.
+    logprobs:       a list by position, of dicts by token id. It is made when it is first read.
     finish_reason:  None while it goes on; "error" where the logits were not finite, no token was allowed, or a grammar
                     could not go on.
     stop_reason:    the stop string or the stop token id that was met; None for EOS; what was wrong with a grammar.
@@ -52,6 +52,27 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+_logprobs: Any = vars(CompletionOutput)["logprobs"]
+
+
+def _read_logprobs(output: CompletionOutput) -> list[dict[int, Logprob]] | None:
+    """What an engine gives becomes a list here, so that `asdict`, `json` and `pickle` know what it is."""
+    found = _logprobs.__get__(output)
+    if found is not None and type(found) is not list:
+        found = list(found)
+        _logprobs.__set__(output, found)
+    return found
+
+
+def logprobs_from(output: CompletionOutput, start: int) -> Sequence[dict[int, Logprob]] | None:
+    """`output.logprobs[start:]`, in a time that does not grow with what is before `start`."""
+    found: Sequence[dict[int, Logprob]] | None = _logprobs.__get__(output)
+    return None if found is None else found[start:]
+
+
+CompletionOutput.logprobs = property(_read_logprobs, _logprobs.__set__)  # type: ignore[assignment, misc]
 
 
 @dataclass(slots=True)

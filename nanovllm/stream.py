@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self, TypeVar
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, logprobs_from
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Pending:
             self.read[choice.index] = now = len(choice.token_ids), len(choice.text), choice.finished()
             if now != before:
                 tokens, characters, _ = before
-                logprobs = None if choice.logprobs is None else choice.logprobs[tokens:]
+                logprobs = logprobs_from(choice, tokens)
                 ids, text = choice.token_ids[tokens:], choice.text[characters:]
                 choices.append(replace(choice, token_ids=ids, text=text, logprobs=logprobs))
         return replace(output, request_id=self.request_id, outputs=choices)

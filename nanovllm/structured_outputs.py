@@ -72,7 +72,8 @@ class StructuredOutputsParams:
     def _check_types(self) -> None:
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise TypeError(f"structured_outputs.{name} must be a string; got {value!r:.100}")
+                wanted = "a JSON schema, as a dict or as its text" if name == "json" else "a string"
+                raise TypeError(f"structured_outputs.{name} must be {wanted}; got {value!r:.100}")
         if not all(isinstance(text, str) for text in self.choice or ()):
             raise TypeError(f"structured_outputs.choice must be a list of strings; got {self.choice!r:.100}")
         for name in ("json_object", "disable_any_whitespace"):

@@ -58,9 +58,9 @@ def load_model(
     tensors: dict[str, Tensor] = {}
     unexpected, misshapen = [], []
     for name, tensor in read_tensors(path):
-        ours = name.removeprefix("model.")
-        if (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq"):
-            continue  # a tied head is the embedding that the file repeats; the frequencies are computed
+        ours = parameter_of(name, config)
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # the frequencies are computed
         if ours not in wanted:
             unexpected.append(name)
         elif tuple(tensor.shape) != wanted[ours]:
@@ -76,6 +76,12 @@ def load_model(
     transformer.load_state_dict(tensors, assign=True)
     transformer.requires_grad_(False)
     return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
+
+
+def parameter_of(name: str, config: ModelConfig) -> str:
+    """What a tensor of the checkpoint is in the model. A tied head is the embedding, which the file may leave out."""
+    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return "embed_tokens.weight" if is_tied_head else name.removeprefix("model.")
 
 
 def find_checkpoint(model: str | Path) -> Path:

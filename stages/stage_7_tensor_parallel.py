@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stages.checkpoint import load_model, read_tensors
+from stages.checkpoint import load_model, parameter_of, read_tensors
 from stages.core import OnEvent, SamplingParams, Sequence, Trace, check_options, sample
 from stages.model import Layer, ModelConfig, Transformer
 from stages.ranks import Group, Team, devices_of
@@ -126,7 +126,7 @@ def load_share(path: Path, c: ModelConfig, group: Group) -> Transformer:
     wanted = model.state_dict().keys()
     tensors = {}
     for name, tensor in read_tensors(path):
-        ours = name.removeprefix("model.")
+        ours = parameter_of(name, c)
         if ours in wanted:
             part = cut(ours, tensor, c, group.rank, group.size)
             tensors[ours] = part.to(group.device, c.dtype, copy=True, memory_format=torch.contiguous_format)

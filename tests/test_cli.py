@@ -111,8 +111,9 @@ def test_the_shape_of_an_answer_arrives(tmp_path: Path, capsys: pytest.CaptureFi
     assert text("--grammar", str(grammar)) == "Nell!?"
 
 
+@pytest.mark.parametrize("system", [None, "Be kind."])
 def test_chat_remembers_the_conversation(
-    talking: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talking: str, system: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts: list[list[int]] = []
     add = LLMEngine.add_request
@@ -123,17 +124,18 @@ def test_chat_remembers_the_conversation(
 
     monkeypatch.setattr(LLMEngine, "add_request", spy)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd then?\n"))  # ended by the end of the file
-    assert cli.main(["chat", "--model", talking, *GREEDY, "--max-tokens", "4"]) == 0
+    named = ["--model", talking] if system is None else [talking, "--system-prompt", system]
+    assert cli.main(["chat", *named, *GREEDY, "--max-tokens", "4"]) == 0
     printed = capsys.readouterr()
     assert "ends the conversation" in printed.err
     first, second = [answer for answer in printed.out.replace("> ", "").split("\n") if answer][:2]
     assert first and second
     from nanovllm.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(STORY_MODEL)
+    tokenizer, begin = Tokenizer(STORY_MODEL), "" if system is None else f"system: {system}\n"
     assert [tokenizer.decode(prompt) for prompt in prompts] == [
-        "user: Hello\nassistant:",
-        f"user: Hello\nassistant: {first}\nuser: And then?\nassistant:",
+        f"{begin}user: Hello\nassistant:",
+        f"{begin}user: Hello\nassistant: {first}\nuser: And then?\nassistant:",
     ]
 
 
@@ -145,7 +147,7 @@ def test_chat_ends_at_an_empty_line(talking: str, monkeypatch: pytest.MonkeyPatc
 
 def test_bench_counts_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--num-requests", "3", "--max-length", "20", "--load-format", "dummy", "--device", "cpu"]
-    assert cli.main(["bench", *options]) == 0
+    assert cli.main(["bench", str(STORY_MODEL), *options]) == 0
     out = capsys.readouterr().out
     found = re.fullmatch(
         r"3 requests, (\d+) prompt tokens, (\d+) output tokens\n([\d.]+) s, ([\d.]+) output tokens/s\n", out
@@ -206,6 +208,25 @@ def test_a_mistake_is_one_line(
     assert printed.err.startswith("nanovllm: ") and printed.err.count("\n") == 1, printed.err
     assert [part for part in parts if part not in printed.err] == [], printed.err
     assert arguments[0] == "info" or printed.out == ""  # no half of an answer before it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--tool-call-parser", "hermes"], "--tool-call-parser; did you mean --tool-parser?"),
+        (["generate", "x", "--temprature=0"], "--temprature=0; did you mean --temperature?"),
+        (["chat", "--disable-log-requests"], "--disable-log-requests"),
+        (["generate", "two", "words"], "words"),
+    ],
+)
+def test_an_unknown_argument_is_told_by_the_command(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    err, name = capsys.readouterr().err, f"nanovllm {arguments[0]}"
+    assert ended.value.code == 2 and err.startswith(f"usage: {name} ")
+    assert err.endswith(f"\n{name}: error: unrecognized arguments: {told}\n")
 
 
 @pytest.mark.parametrize("option", ["--json-schema", "--grammar"])

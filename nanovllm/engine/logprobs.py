@@ -54,7 +54,7 @@ class GrowingLogprobs:
 class OutputLogprobs(Sequence[Entry]):
     """The log-probabilities of the tokens that an output had when it was made: for each a dict, by token id.
 
-    To be used like a list that nobody changes. Equal to a list with the same entries, and pickled and copied as a list.
+    A `CompletionOutput` makes a list of them when somebody reads them.
     """
 
     def __init__(self, growing: GrowingLogprobs) -> None:
@@ -73,16 +73,7 @@ class OutputLogprobs(Sequence[Entry]):
         return entries[chosen] if isinstance(chosen, int) else [entries[i] for i in chosen]
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self[:])
-
-    def __eq__(self, other: object) -> bool:
-        return self[:] == list(other) if isinstance(other, list | OutputLogprobs) else NotImplemented
-
-    def __repr__(self) -> str:
-        return repr(self[:])
-
-    def __reduce__(self) -> tuple[type[list[Entry]], tuple[list[Entry]]]:
-        return list, (self[:],)
+        return iter(self._growing.entries(self._length)[: self._length])
 
 
 def without_text(found: TokenLogprobs) -> Entry:

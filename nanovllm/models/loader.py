@@ -199,6 +199,8 @@ def fill_from_files(
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
+        if config.tie_word_embeddings and EMBEDDING not in held and HEAD in held:
+            held[EMBEDDING] = held.pop(HEAD)
         needed = {
             name: stored
             for name, stored in held.items()

@@ -25,6 +25,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 PARAMETERS = {field.name for field in fields_of(SamplingParams)}
+MEDIA = re.compile("image|audio|video|file|document")  # in the type of a part of a message
 UNREADABLE = "the body cannot be read as JSON: it is compressed, not in Unicode, too deep, or has too long a number"
 
 
@@ -95,9 +96,14 @@ def refusing(prompt: str, structure: str = "") -> Iterator[None]:
 def bad_request(request: Request, error: Exception) -> JSONResponse:
     """Name one thing that is wrong with a body, without repeating the body."""
     assert isinstance(error, RequestValidationError)
+
     # Where a field may have several types each has its complaint. The one about more than the type tells most, and then
     # the one about what is deepest in the body.
-    first = min(error.errors(), key=lambda e: (e["type"].endswith("_type"), -len(e["loc"])))
+    def rank(one: Mapping[str, Any]) -> tuple[bool, int]:
+        return one["type"].endswith("_type"), -len(one["loc"])
+
+    complaints = error.errors()
+    first = min(complaints, key=rank)
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     path, more = first["loc"][1:], first.get("ctx", {})  # without "body"
     fields = in_body(path, error.body)
@@ -115,11 +121,16 @@ def bad_request(request: Request, error: Exception) -> JSONResponse:
         message = f"has a length of {more['actual_length']}; at most {more['max_length']} is possible"
     elif kind == "too_short":
         message = f"must not be empty: its length must be at least {more['min_length']}"
+    elif kind in ("model_type", "model_attributes_type"):
+        message = "must be an object"
+    elif fields == [*path[:-1]]:  # of a value that may have several types: what each of them asks for
+        same = [one["msg"] for one in complaints if rank(one) == rank(first) and one["loc"][1:-1] == path[:-1]]
+        message = ", or ".join(
+            [message, *(other.removeprefix("Input should be ") for other in same if other != message)]
+        )
     elif kind.endswith("_type") and len(fields) < len(path):
         message = "neither this type nor what is in it is accepted here"
-    elif kind == "model_attributes_type":
-        message = "must be an object"
-    elif kind == "literal_error" and fields[-1] == "type" and {"content", "output"} & {*fields}:
+    elif kind == "literal_error" and fields[-1] == "type" and MEDIA.search(str(first["input"])):
         message += ": this server reads no images, sounds or files"
     param = ".".join(map(str, fields)) or None
     return error_response(ApiError(400, f"{param}: {message}" if param else message, param=param))

@@ -134,5 +134,5 @@ def with_text(cursor: TokenCursor, found: Mapping[int, tuple[float, int]]) -> di
     entry: dict[int, Logprob] = {}
     for token_id, (value, rank) in found.items():
         text, raw = cursor.look(token_id)
-        entry[token_id] = TokenLogprob(value, rank, text, raw, cursor.offset)
+        entry[token_id] = TokenLogprob(value, rank, text, tuple(raw), cursor.offset)
     return entry

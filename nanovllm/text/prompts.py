@@ -14,6 +14,8 @@ def encode_prompt(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> Seq
     Token ids are not checked here: `LLMEngine.add_request` does that. Raises TypeError for an unknown key or a value of
     the wrong type, and ValueError for a text that cannot be encoded and for a prompt that has neither text nor ids.
     """
+    if not isinstance(prompt, Mapping):
+        raise TypeError(f"a prompt must be a dict with the key 'prompt' or 'prompt_token_ids'; got {prompt!r:.100}")
     if unknown := sorted(prompt.keys() - PROMPT_KEYS):
         raise TypeError(f"a prompt has no key {unknown[0]!r}; supported are {', '.join(sorted(PROMPT_KEYS))}")
     for key in ("prompt", "cache_salt"):

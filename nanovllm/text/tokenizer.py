@@ -84,6 +84,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         tools: Sequence[Tool] | None,
         variables: Mapping[str, Any] | None,
+        continue_final_message: bool = False,
     ) -> list[list[int]]:
         """The token ids of one conversation, or of each of several, for `LLM.chat`.
 
@@ -94,6 +95,10 @@ class Tokenizer:
         if not isinstance(variables, Mapping | None):
             raise TypeError(f"chat_template_kwargs must be a dict or None; got {variables!r}")
         check_variables(variables := variables or {})
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+            variables = {**variables, "continue_final_message": True}
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         encoded = []
         for i, conversation in enumerate(conversations):

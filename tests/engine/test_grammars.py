@@ -76,7 +76,7 @@ def accept(grammars: TokenGrammars, matcher: TokenMatcher, text: str) -> None:
         ({"regex": ""}, ValueError, "regex must not be empty"),
         ({"grammar": ""}, ValueError, "grammar must not be empty"),
         ({"regex": 3}, TypeError, "regex must be a string; got 3"),
-        ({"json": 3}, TypeError, "json must be a string; got 3"),
+        ({"json": 3}, TypeError, "json must be a JSON schema, as a dict or as its text; got 3"),
         ({"json": "{"}, ValueError, "json must be a JSON schema"),
         ({"json": "3"}, ValueError, "json must be a JSON schema, which is an object"),
         ({"json": {"a": object()}}, ValueError, "json must be a JSON schema"),

@@ -16,6 +16,7 @@ import pytest
 from tqdm import tqdm
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.outputs import Logprob
 from tests.data import same_script
 
@@ -32,8 +33,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 # Parameters of vLLM 0.25.1 that a script may give by name (those for images, LoRA and the like left out), in order.
 VLLM_CALLS = {
     "generate": ("prompts", "sampling_params", "*", "use_tqdm", "priority"),
-    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt", "tools", "chat_template_kwargs"),
-}
+    "chat": (
+        "messages", "sampling_params", "use_tqdm", "*",
+        "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
+    ),
+}  # fmt: skip
 VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "ignore_eos": False, "max_tokens": 16, "min_tokens": 0,
@@ -62,6 +66,11 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(talking: Path) -> Iterator[LLM]:
     with LLM(talking, max_model_len=256, kv_cache_gib=0.02) as llm:
         yield llm
+
+
+def test_dtypes_have_short_names_as_well() -> None:
+    known = {"half": "float16", "float": "float32", "bfloat16": "bfloat16"}
+    assert {name: EngineConfig(dtype=name).dtype for name in known} == known
 
 
 @pytest.mark.parametrize(
@@ -280,3 +289,7 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert output.prompt_token_ids == llm.tokenizer.encode(text)
     [output] = llm.chat(one, GREEDY, use_tqdm=False, chat_template_kwargs={"mood": "sad"})
     assert output.prompt_token_ids == llm.tokenizer.encode("user: A story, please.\n(sad) assistant:")
+    [output] = llm.chat(two[:2], GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt_token_ids == llm.tokenizer.encode("user: A story, please.\nassistant: Once.")
+    with pytest.raises(ValueError, match="add_generation_prompt=False"):
+        llm.chat(two[:2], continue_final_message=True)

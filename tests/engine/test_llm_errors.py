@@ -126,6 +126,12 @@ def test_bad_input_is_named_and_leaves_nothing(name: str, llm: LLM, events: list
     assert len(llm.engine.scheduler.blocks.block_by_digest) == cached
 
 
+def test_encode_takes_no_text(llm: LLM) -> None:
+    text: Any = "Hello"
+    with pytest.raises(TypeError, match="must be a dict with the key 'prompt' or 'prompt_token_ids'; got 'Hello'"):
+        llm.encode(text)
+
+
 def test_a_refusal_leaves_requests_alone_that_were_there_before(llm: LLM) -> None:
     expected = tokens(llm)
     llm.engine.add_request("before", PROMPT, GREEDY)

@@ -2,11 +2,12 @@
 
 import copy
 import gc
+import json
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 
 import pytest
@@ -16,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.logprobs import GrowingLogprobs, OutputLogprobs
 from nanovllm.engine.plan import StepPlan, StepResult, TokenLogprobs
-from nanovllm.outputs import CompletionOutput, Logprob
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprob, logprobs_from
 from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -40,24 +41,39 @@ def grown(n: int, entry_of: Callable[[int, TokenLogprobs], dict[int, Logprob]] =
     return growing
 
 
-def test_an_output_is_read_like_a_list() -> None:
-    found, expected = OutputLogprobs(grown(5)), [entry(*one) for one in some(5)]
-    assert found == expected and expected == found and found != expected[:4] and found == OutputLogprobs(grown(5))
-    assert [*found] == expected and len(found) == 5 and repr(found) == repr(expected)
-    assert found[2] == expected[2] and found[-1] == expected[-1] and found[1:4] == expected[1:4]
-    assert found[::-2] == expected[::-2] and expected[1] in found
-    for wrong in (5, -6):
-        with pytest.raises(IndexError):
-            found[wrong]
-    assert found[3][4].logprob == -0.25 and found[3][3].rank == 1
-    assert not OutputLogprobs(grown(0))
+def test_an_output_has_a_list() -> None:
+    output, expected = CompletionOutput(0, "", [0], logprobs=OutputLogprobs(grown(5))), [entry(*one) for one in some(5)]
+    assert output.logprobs == expected and output == CompletionOutput(0, "", [0], logprobs=expected)
+    assert type(output.logprobs) is list and output.logprobs is output.logprobs
+    assert CompletionOutput(0, "", [0], logprobs=OutputLogprobs(grown(0))).logprobs == []
+    unread = CompletionOutput(0, "", [0], logprobs=OutputLogprobs(grown(5)))
+    assert logprobs_from(unread, 3) == logprobs_from(output, 3) == expected[3:]
+    assert logprobs_from(CompletionOutput(0, "", [0]), 0) is None
 
 
-def test_copies_are_lists() -> None:
+def test_nothing_is_made_before_somebody_reads() -> None:
+    made: list[int] = []
+    growing = grown(3, lambda chosen, found: made.append(chosen) or entry(chosen, found))  # type: ignore[func-returns-value]
+    output = CompletionOutput(0, "", [0, 1, 2], logprobs=OutputLogprobs(growing))
+    assert output.token_ids == [0, 1, 2] and not output.finished() and made == []
+    assert output.logprobs and made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replace, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_have_lists(copied: Callable[[CompletionOutput], CompletionOutput]) -> None:
     output = CompletionOutput(0, "", [0, 1, 2], logprobs=OutputLogprobs(grown(3)))
-    for copied in pickle.loads(pickle.dumps(output)), copy.deepcopy(output):
-        assert copied == output and type(copied.logprobs) is list
-    assert asdict(output)["logprobs"][1][1].logprob == -0.5
+    other = copied(output)
+    assert type(other.logprobs) is list and other == output
+
+
+def test_an_output_with_log_probabilities_becomes_json() -> None:
+    scored = TokenLogprob(-0.5, 1, " é", tuple(" é".encode()), 4)
+    choice = CompletionOutput(0, " é", [7], -0.5, OutputLogprobs(grown(2)), "stop")
+    output = RequestOutput("0", "a", [1, 7], [None, {7: scored}], [choice], True, RequestMetrics(0.0))
+    found = json.loads(json.dumps(asdict(output)))
+    assert found["outputs"][0]["logprobs"][1]["2"] == {"logprob": -0.25, "rank": 2, "decoded_token": "1"}
+    more = {"raw": [0x20, 0xC3, 0xA9], "text_offset": 4}
+    assert found["prompt_logprobs"] == [None, {"7": {"logprob": -0.5, "rank": 1, "decoded_token": " é"} | more}]
 
 
 def test_an_output_does_not_grow() -> None:
@@ -67,7 +83,7 @@ def test_an_output_does_not_grow() -> None:
         growing.add([chosen], [found])
         outputs.append(OutputLogprobs(growing))
     for i in (3, 0, 5, 1, 4, 2):
-        assert outputs[i] == [entry(*one) for one in some(i + 1)]
+        assert list(outputs[i]) == [entry(*one) for one in some(i + 1)]
 
 
 def test_each_entry_is_made_once_and_in_order_whoever_reads() -> None:

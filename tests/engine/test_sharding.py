@@ -1,12 +1,13 @@
 """What each rank has of a model, and that the ranks together are the model. Without processes: ranks are threads."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM
@@ -87,6 +88,19 @@ def test_the_parts_of_every_tensor_are_the_tensor(engine_checkpoints: Path, size
         assert torch.equal(joined[: len(whole)], whole) and not joined[len(whole) :].any(), name
         assert len({part.shape for part in parts}) == 1
     assert len(kinds) == 12
+
+
+def test_a_tied_head_that_is_the_only_embedding_is_shared_out(engine_checkpoints: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(lively_qwen3(engine_checkpoints, tie_word_embeddings=True), tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    def share(group: Any) -> Tensor:
+        return load_model(path, group=group).model.embed_tokens.weight
+
+    parts = Threads.run(2, share)
+    assert torch.equal(torch.cat(parts), embedding.float())
 
 
 WHOLE = ("mixtral", 4), ("qwen2_moe", 2), ("experts in one tensor", 2)  # ranks that have whole experts

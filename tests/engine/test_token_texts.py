@@ -158,9 +158,9 @@ def test_texts_bytes_and_offsets_of_tokens_add_up(kind: str, text: str, steps: l
         assert isinstance(found, TokenLogprob) and found.decoded_token is not None
         assert found.text_offset == len(joined)
         if skip and made(kind).id_to_token(token_id) == SPECIAL:
-            assert (found.decoded_token.strip(), found.raw.strip()) == (SPECIAL, SPECIAL.encode())
+            assert (found.decoded_token.strip(), bytes(found.raw).strip()) == (SPECIAL, SPECIAL.encode())
             continue
-        joined, raw = joined + found.decoded_token, raw + found.raw
+        joined, raw = joined + found.decoded_token, raw + bytes(found.raw)
     assert joined == shown[-1] == made(kind).decode(ids, skip_special_tokens=skip)
     assert raw == joined.encode()
 
@@ -222,7 +222,7 @@ def test_a_candidate_has_the_text_that_it_would_add_here() -> None:
         "\ufffd\ufffd\ufffd the",
         "\ufffd\ufffd\ufffd",
     ]
-    assert [found.raw for found in begun] == [b"\x8a", b"w", b" the", b"\xf0"]
+    assert [bytes(found.raw) for found in begun] == [b"\x8a", b"w", b" the", b"\xf0"]
     assert {found.text_offset for found in begun} == {0}
     assert [found.decoded_token for found in entry_of("Llama 2", [], [the, w])] == ["the", "w"]
     assert [found.decoded_token for found in entry_of("Llama 2", [w], [the, w])] == [" the", "w"]

@@ -156,25 +156,24 @@ def test_one_graph_serves_every_length_in_a_window() -> None:
 
 
 def test_a_window_saves_what_lies_before_it() -> None:
-    """A decode batch of long contexts takes a fraction of the time, since only tiles in the window are read."""
+    """A decode batch of long contexts takes a fraction of the time, since only tiles in the window are read.
+
+    Other processes may use the card meanwhile: rounds with and without the window alternate, and the least time counts.
+    """
     lengths: Lengths = [(1, 16000)] * 32
-    times = {}
-    for window in (0, 1024):
-        case = make_case(
-            lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda", window=window
-        )
-        backend, shared = make_backend("triton", case), dict[Any, Any]()
-        for _ in range(3):
-            backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(20):
-            backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
-        end.record()
-        end.synchronize()
-        times[window] = begin.elapsed_time(end)
-        del case
-    assert times[1024] < times[0] / 4, times
+    case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")
+    backend, shared = make_backend("triton", case), dict[Any, Any]()
+    times: dict[int, list[float]] = {0: [], 1024: []}
+    for _ in range(11):  # the first of them compiles
+        for window, rounds in times.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(20):
+                backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
+            end.record()
+            end.synchronize()
+            rounds.append(begin.elapsed_time(end))
+    assert min(times[1024]) < min(times[0]) / 4, times
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

@@ -66,7 +66,7 @@ def test_the_text_model_has_the_logits_of_hugging_face(kind: str, old_names: boo
     assert any(name.startswith("language_model." if old_names else "model.language_model.") for name in names)
     assert any("vision_tower." in name for name in names) and any("multi_modal_projector." in name for name in names)
     oracle.check_logits(engine_logits(path), truth(path))
-    assert ("vocabulary of the model", "512 rows", "config.json: vocab_size") in checkpoint_facts(path)
+    assert ("vocabulary of the model", "512 rows", "config.json: text_config.vocab_size") in checkpoint_facts(path)
 
 
 def test_a_head_that_config_json_does_not_mention_is_the_embedding(tmp_path: Path) -> None:
@@ -91,6 +91,30 @@ def test_what_a_text_config_leaves_out(tmp_path: Path) -> None:
         assert read_eos_token_ids(tmp_path) == expected
     assert ours.dtype == torch.bfloat16 and ours.tie_word_embeddings
     assert [not window for window in ours.windows] == [kind == "full_attention" for kind in theirs.layer_types]
+
+
+def test_info_names_the_text_config_where_the_value_stands_there(tmp_path: Path) -> None:
+    text = GEMMA_3_4B | {"rope_theta": 1e5, "tie_word_embeddings": False, "torch_dtype": "float16", "eos_token_id": 7}
+    said = {"model_type": "gemma3", "text_config": text}
+    path = tmp_path / "config.json"
+
+    def sources() -> dict[str, str]:
+        return {name: source for name, _, source in checkpoint_facts(tmp_path)}
+
+    path.write_text(json.dumps(said))
+    found = sources()
+    assert found["architecture"] == "config.json: text_config.model_type"
+    assert found["dtype of the weights"] == "config.json: text_config.torch_dtype"
+    assert found["RoPE theta"] == "config.json: text_config.rope_theta"
+    assert found["RoPE scaling"] == "config.json: text_config.rope_scaling"
+    assert found["sliding window"] == "config.json: text_config.sliding_window"
+    assert found["EOS ids of the model"] == "config.json: text_config.eos_token_id"
+    assert found["vocabulary of the model"] == found["tied embeddings"] == "the default"
+    path.write_text(json.dumps(said | {"torch_dtype": "bfloat16", "eos_token_id": 1, "tie_word_embeddings": True}))
+    found = sources()
+    assert found["dtype of the weights"] == "config.json: torch_dtype"
+    assert found["EOS ids of the model"] == "config.json: eos_token_id"
+    assert found["tied embeddings"] == "config.json: tie_word_embeddings"
 
 
 def test_other_parts_are_refused_by_name(tmp_path: Path) -> None:

@@ -208,6 +208,10 @@ def equal_head(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
+def head_alone(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
 def changed_below(embedding: Tensor) -> Tensor:
     return torch.cat((embedding[:-1], embedding[-1:] + 1))
 
@@ -220,6 +224,7 @@ HEADS: dict[str, tuple[dict[str, Any], Callable[..., Any] | None]] = {
     "untied, without prefix": ({}, base),
     "no dtype, tied and another": ({"dtype": ..., "tie_word_embeddings": True}, lambda t: half(t, torch.bfloat16)),
     "tied and equal": ({"tie_word_embeddings": True}, equal_head),
+    "tied, and no other embedding": ({"tie_word_embeddings": True}, head_alone),
     "K3: tied and another": ({"tie_word_embeddings": True}, None),
     "K3: tied and another in the last row": (
         {"tie_word_embeddings": True},
@@ -233,14 +238,21 @@ HEADS: dict[str, tuple[dict[str, Any], Callable[..., Any] | None]] = {
 
 
 @pytest.mark.parametrize(
-    "name", few_are_fast(HEADS, "tied and equal", "K3: tied and another", "K3: tied and another in the last row")
+    "name",
+    few_are_fast(
+        HEADS,
+        "tied and equal",
+        "tied, and no other embedding",
+        "K3: tied and another",
+        "K3: tied and another in the last row",
+    ),
 )
 def test_heads_and_dtypes(name: str, checkpoints: Path) -> None:
     """K3, L1"""
     config, change = HEADS[name]
     path = variant(checkpoints, "llama", config, change)
     check(path)
-    is_tied = name.startswith("tied and absent") or name == "tied and equal"
+    is_tied = name.startswith("tied and absent") or name in ("tied and equal", "tied, and no other embedding")
     assert load_model(path).config.tie_word_embeddings == is_tied
 
 

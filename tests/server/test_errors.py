@@ -35,7 +35,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "prompt is empty"),
         ({"prompt": []}, "prompt", ""),
-        ({"prompt": 5}, "prompt", "neither"),
+        ({"prompt": 5}, "prompt", "prompt: Input should be a valid string, or a valid list"),
+        ({"prompt": ["a", [1]]}, "prompt.0", "neither"),
         ({"prompt": [[]]}, "prompt.0", "must not be empty"),
         ({"prompt": [1.5]}, "prompt.0", ""),
         ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),
@@ -54,7 +55,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "a", "top_k": -2}, "top_k", "-1"),
         ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
         ({"prompt": "a", "seed": 2**63}, "seed", ""),
-        ({"prompt": "a", "stop": 0}, "stop", ""),
+        ({"prompt": "a", "stop": 0}, "stop", "stop: Input should be a valid string, or a valid list"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop", "a length of 17; at most 16"),
         ({"prompt": "a", "stream_options": "x"}, "stream_options", "must be an object"),
         ({"prompt": "a", "max_completion_tokens": 9}, "max_completion_tokens", "in /v1/completions is max_tokens"),
@@ -79,7 +80,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "1"),
         ({"prompt": "a", "allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
+        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or greater than or equal to 1"),
+        ({"prompt": "a", "stop_sequences": ["."]}, "stop_sequences", "its name here is stop"),
+        ({"prompt": "a", "extra_body": {"top_k": 1}}, "extra_body", "beside the other fields"),
         ([], None, "JSON object"),
     ],
 )
@@ -98,7 +101,24 @@ def test_a_bad_completion_is_a_400_that_names_the_field(
         ({"messages": "hello"}, "messages", "list"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "user"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "neither"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content",
+            "Input should be a valid string, or a valid list",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "must be an object"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages.0.images", "reads no images"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
+            "messages.0.prefix",
+            "continue_final_message",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}], "system": "y"}, "system", "a message with the role system"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "enable_thinking": False},
+            "enable_thinking",
+            "chat_template_kwargs",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
             "messages.0.content.1.type",
@@ -132,6 +152,12 @@ def test_a_bad_chat_is_a_400_that_names_the_field(served: Served, body: Any, par
     error = error_of(ask(served, CHAT, body), 400)
     assert error["type"] == "invalid_request_error" and message in error["message"]
     assert (error["param"] or "").startswith(param or "")
+
+
+def test_a_part_that_is_no_media_is_not_called_so(served: Served) -> None:
+    part = {"type": "input_text", "text": "x"}
+    error = error_of(ask(served, CHAT, {"messages": [{"role": "user", "content": [part]}]}), 400)
+    assert error["message"] == "messages.0.content.0.type: Input should be 'text'"
 
 
 @pytest.mark.parametrize(

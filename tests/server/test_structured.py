@@ -69,7 +69,7 @@ def test_json_object_and_text(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of json, regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "choice must not be empty"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "string"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "neither"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "a valid dictionary, or a valid string"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         (
             {"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "not": {}}}},

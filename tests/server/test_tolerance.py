@@ -76,7 +76,8 @@ def test_a_refusal_says_what_would_be_accepted(served: Served) -> None:
 def test_a_value_may_be_said_twice_by_two_names(served: Served, path: str) -> None:
     """As clients do that were written for several servers."""
     body = BODIES[path] | {"repetition_penalty": 1.3}
-    twice = body | {"max_new_tokens": body["max_tokens"], "repeat_penalty": 1.3}
+    twice = body | {"max_new_tokens": body["max_tokens"], "repeat_penalty": 1.3, "n_predict": body["max_tokens"]}
+    twice |= {"n": 2, "num_return_sequences": 2, "stop": ["§"], "stop_sequences": ["§"], "system": None}
     assert text_of(ask(served, path, twice)) == text_of(ask(served, path, body))
     for name, value in ("max_new_tokens", 7), ("repeat_penalty", 1.1):
         assert error_of(ask(served, path, twice | {name: value}), 400)["param"] == name

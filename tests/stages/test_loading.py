@@ -14,7 +14,9 @@ from torch import Tensor
 from stages.checkpoint import load_model, read_config, read_eos_token_ids
 from stages.model import apply_rope, rope_tables
 from stages.stage_1_naive import attend_to_all
+from stages.stage_7_tensor_parallel import load_share
 from tests import oracle
+from tests.stages.ranks import Threads
 from tests.weights import lively_qwen3, random_llama, random_qwen2
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
@@ -60,19 +62,29 @@ def test_epsilon_is_used(checkpoints: Path, build: Callable[..., Path]) -> None:
 
 
 def test_loading_l1_tied_embeddings(changed: Callable[..., Path]) -> None:
-    """Tied with the embedding as head in the file, and tied without: the same. Untied without a head: an error.
+    """Tied with the embedding as head in the file, without a head, and with a head alone: the same, also for ranks.
+    Untied without one of the two: an error.
 
     K3: tied with another head in the file is not tied, as in Hugging Face.
     """
     absent = changed(lambda t: t.pop(HEAD), tie_word_embeddings=True)
     present = changed(lambda t: t.update({HEAD: t[EMBEDDING].clone()}), tie_word_embeddings=True)
-    assert torch.equal(logits(absent), logits(present))
+    alone = changed(lambda t: t.update({HEAD: t.pop(EMBEDDING)}), tie_word_embeddings=True)
+    assert torch.equal(logits(absent), logits(present)) and torch.equal(logits(absent), logits(alone))
+
+    def share(group: Any) -> Tensor:
+        return load_share(alone, read_config(alone), group).embed_tokens.weight
+
+    parts = Threads.run(2, share)
+    assert torch.equal(torch.cat(parts), load_model(alone, dtype=parts[0].dtype).model.embed_tokens.weight)
     oracle.check_logits(logits(absent), oracle.truth(absent).logits(TOKENS))
     other = changed(tie_word_embeddings=True)
     assert not torch.equal(logits(other), logits(absent))
     oracle.check_logits(logits(other), oracle.truth(other).logits(TOKENS))
     with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\]"):
         load_model(changed(lambda t: t.pop(HEAD)))
+    with pytest.raises(ValueError, match=r"missing \['embed_tokens.weight'\]"):
+        load_model(changed(lambda t: t.pop(EMBEDDING)))
 
 
 def test_loading_l2_missing_unknown_and_misshapen_tensors_are_all_named(changed: Callable[..., Path]) -> None:

@@ -46,7 +46,13 @@ class ToolCall(Fields):
 
 
 class ChatMessage(Fields):
-    harmless: ClassVar[Harmless] = {"function_call": (), "audio": ()}
+    harmless: ClassVar[Harmless] = {
+        "function_call": (),
+        "audio": (),
+        "images": ([],),
+        "prefix": (False,),
+        "partial": (False,),
+    }
     no_matter = frozenset({"cache_control"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -53,9 +53,27 @@ HARMLESS: Harmless = {
     "repeat_penalty": (1,),
     "prompt_embeds": (),
     "max_new_tokens": (),
+    "min_new_tokens": (),
+    "n_predict": (),
+    "num_return_sequences": (1,),
+    "stop_sequences": ([],),
+    "grammar": ("",),
+    "regex": ("",),
+    "json_schema": ({},),
+    "system": (),
+    "instructions": (),
+    "enable_thinking": (),
+    "extra_body": ({},),
 }
 # Names of other servers, and ours. Clients of several servers send both: that is harmless if the values are the same.
-TWINS = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
+TWINS = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+}
 REMEDIES = {
     "previous_response_id": "nothing is stored here, so send the whole conversation as input",
     "chat_template": "start the server with --chat-template",
@@ -69,6 +87,20 @@ REMEDIES = {
     "max_completion_tokens": "its name in /v1/completions is max_tokens, in /v1/responses max_output_tokens",
     "max_output_tokens": "its name here is max_tokens",
     "max_new_tokens": "its name in /v1/responses is max_output_tokens, otherwise max_tokens",
+    "n_predict": "its name in /v1/responses is max_output_tokens, otherwise max_tokens",
+    "min_new_tokens": "its name here is min_tokens",
+    "num_return_sequences": "its name here is n",
+    "stop_sequences": "its name here is stop",
+    "grammar": "its name here is structured_outputs.grammar",
+    "regex": "its name here is structured_outputs.regex",
+    "json_schema": "send it in response_format, or as structured_outputs.json",
+    "system": "send it as a message with the role system",
+    "instructions": "send them as a message with the role system",
+    "enable_thinking": "send it in chat_template_kwargs",
+    "extra_body": "clients in Python send what is in it beside the other fields; do the same",
+    "images": "this server reads no images",
+    "prefix": "send continue_final_message: true and add_generation_prompt: false beside messages",
+    "partial": "send continue_final_message: true and add_generation_prompt: false beside messages",
 } | {f"guided_{kind}": f"its name here is structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
 
 
