@@ -95,7 +95,7 @@ def plan(args: argparse.Namespace) -> tuple[dict[str, Any], int, dict[str, Any]]
     return scenario["ray"], scenario["max_queue"], engine
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None, replica: type[Replica] = Replica) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; without it, the story model")
     parser.add_argument("--from", dest="plan", metavar="FILE", help="what nanovllm simulate --json has written")
@@ -106,7 +106,7 @@ def main() -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=8000)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     try:
         deployment, max_queue, engine = plan(args)
     except ValueError as error:
@@ -119,7 +119,7 @@ def main() -> None:
     # Batching is the engine's business: let all requests in, if nothing else is said.
     options = {"max_ongoing_requests": 512, **deployment}
     options["request_router_config"] = RequestRouterConfig(**options["request_router_config"])
-    replicas = serve.deployment(serve.ingress()(Replica)).options(
+    replicas = serve.deployment(serve.ingress()(replica)).options(
         ray_actor_options={"num_cpus": 1, "num_gpus": args.gpus_each}, **options
     )
     serve.run(replicas.bind(args.model, max_queue, engine))

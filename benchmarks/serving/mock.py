@@ -36,6 +36,7 @@ from nanovllm.sampling_params import SamplingParams
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
 STREAMS, RATE = 16, 10_000  # that show what a token costs: a step takes 1.6 ms, as on a GPU that is well used
+SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
     num_kv_blocks=8192,
@@ -134,6 +135,18 @@ def run_server(options: argparse.Namespace) -> None:
         Family(used, sockets, args).run(FakeLLM, (options.rate,))
 
 
+def run_ray(options: argparse.Namespace) -> None:
+    """What `examples/ray_serve.py` does, with one replica and the fake in place of a model."""
+    from examples.ray_serve import Replica, main
+
+    class FakeReplica(Replica):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.llm.llm.engine.executor = FakeExecutor(options.rate)
+
+    main([str(EMBEDDED_MODEL), "--replicas", "1", "--port", str(options.ray)], FakeReplica)
+
+
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +185,12 @@ def children(pid: int) -> list[int]:
     """The engine's process first, then the API processes."""
     tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(p) for p in tasks if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def ray_processes(session: int) -> list[int]:
+    """The replica first, then the proxy. Ray gives its processes titles, and leaves them in the session of its own."""
+    command = ["pgrep", "--session", str(session), "--full"]
+    return [int(subprocess.check_output([*command, f"^ray::{name}"])) for name in ("ServeReplica", "ProxyActor")]
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
@@ -233,9 +252,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ray", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.server:
-        run_server(options)
+        run_server(options) if options.ray is None else run_ray(options)
         return 0
     print(f"engine alone: {engine_alone(options.streams):.2f} us a token")
     with serving(options.rate, options.api_servers) as (popen, port):
@@ -255,8 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
-    command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(rate)]
-    with started([*command, "--api-servers", str(api_servers)]) as (popen, port):
+    with started([*SERVER, "--rate", str(rate), "--api-servers", str(api_servers)]) as (popen, port):
         yield popen, port
     check_status(popen)
 
@@ -274,6 +293,8 @@ async def first_tokens(port: int, number: int, step_seconds: float) -> float:
         while b'"text":' not in read:
             read += await reader.read(2**16)
         found.append(time.perf_counter() - start - step_seconds)
+        while b"[DONE]" not in read:
+            read += await reader.read(2**16)
         writer.close()
     return statistics.median(found)
 
@@ -282,14 +303,27 @@ def server_time(seconds: float) -> dict[str, float]:
     """What HTTP adds: to a request, until it has its first token, in seconds of the clock; to a token, in seconds of
     the CPU, at a load that leaves the server time to spare."""
     with serving(RATE) as (popen, port):
-        pids = children(popen.pid)
-        asked = argparse.Namespace(streams=STREAMS, max_tokens=1000, seconds=seconds)
-        request = asyncio.run(first_tokens(port, 20, 1 / RATE))
-        long = asyncio.run(measure(port, pids, asked))
+        return added(port, children(popen.pid), STREAMS, RATE, seconds)
+
+
+def ray_time(port: int, seconds: float) -> dict[str, float]:
+    """What Ray Serve and HTTP add, by the names of `server_time`. The application and the step loop are threads of one
+    process, the replica: what the application does for a token keeps the step loop waiting. The proxy has the place of
+    the API process. There is one stream, about as fast as the story model. Several would share some of the time."""
+    rate = 100
+    with started([*SERVER, "--rate", str(rate), "--ray", str(port)], stderr=subprocess.STDOUT) as (popen, _):
+        return added(port, ray_processes(popen.pid), 1, rate, seconds)
+
+
+def added(port: int, pids: list[int], streams: int, rate: float, seconds: float) -> dict[str, float]:
+    """`pids`: the engine's process first, then those before it."""
+    asked = argparse.Namespace(streams=streams, max_tokens=1000, seconds=seconds)
+    request = asyncio.run(first_tokens(port, 20, 1 / rate))
+    long = asyncio.run(measure(port, pids, asked))
     engine, api = (sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
     return {
         "request": max(0.0, request),
-        "engine_token": 1e-6 * max(0.0, engine - engine_alone(STREAMS)),
+        "engine_token": 1e-6 * max(0.0, engine - engine_alone(streams)),
         "api_token": 1e-6 * api,
     }
 

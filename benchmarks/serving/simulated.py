@@ -46,6 +46,7 @@ from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.routers import PowerOfTwoChoices
 
 VOCAB_SIZE = 4096
+RAY = "two replicas, Ray Serve"
 LABELS = {
     "tokens_per_second": "output tokens/s",
     "first_p50": "first token, median (ms)",
@@ -120,8 +121,9 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
     ]
     if (options.model / "tokenizer.json").is_file():
         found.append(Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server))
-        if options.ray_rates:
-            found.append(Setting("two replicas, Ray Serve", options.ray_rates, partial(server, ray), 2, costs.server))
+        if options.ray_rates and (options.only is None or RAY in options.only):
+            way = ServerTime(**mock.ray_time(options.port, seconds=6))
+            found.append(Setting(RAY, options.ray_rates, partial(server, ray), 2, way))
     return [setting for setting in found if options.only is None or setting.title in options.only]
 
 
@@ -144,7 +146,7 @@ def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any
             busy = os.getloadavg()[0]
             seen = real(asked)
             sent = [one._replace(time=time) for one, time in zip(asked, seen.sent, strict=True)]
-            row = {"where": title, "rate": rate, "load": busy, "measured": seen.figures}
+            row = {"where": title, "rate": rate, "load": busy, "server": server._asdict(), "measured": seen.figures}
             row["simulated"] = simulate(costs, sent, config, replicas, server)
             print(*rows_of(row), sep="\n", flush=True)
             yield row
@@ -169,6 +171,10 @@ def table(results: dict[str, Result]) -> list[str]:
     machine = result["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['processor']}, {machine['cores']} cores"
     lines += ["", f"Each rate for {result['seconds']:g} s. Costs: {result['source']}."]
+    added = {row["where"]: row["server"] for row in result["rows"] if any(row.get("server", {}).values())}
+    for title, time in added.items():
+        request, token = 1e3 * time["request"], 1e3 * time["engine_token"]
+        lines[-1] += f" {title} adds {request:.1f} ms to a request and {token:.2f} ms per token to a step."
     return [*lines, "", f"Measured on {where}, torch {machine['torch']}; commit {tables.commit(result)}."]
 
 
@@ -179,11 +185,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=Path, default=speed.TOKENIZER, help="of that model (default %(default)s)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
-    parser.add_argument("--ray-rates", type=float, nargs="*", default=[8], help="the same of two Ray replicas")
+    parser.add_argument("--ray-rates", type=float, nargs="*", default=[1, 2], help="the same of two Ray replicas")
     parser.add_argument("--seconds", type=float, default=30, help="how long each rate is kept up (default 30)")
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="engine, AsyncLLM, server, or two replicas, Ray Serve"
-    )
+    parser.add_argument("--only", action="append", metavar="NAME", help=f"engine, AsyncLLM, server, or {RAY}")
     parser.add_argument("--port", type=int, default=8765, help="of Ray's server")
     parser.add_argument("--quick", action="store_true", help="a low rate for three seconds, and no Ray: for tests")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)

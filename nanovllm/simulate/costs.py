@@ -51,7 +51,7 @@ class IntakeTime(NamedTuple):
 
 
 class ServerTime(NamedTuple):
-    """What HTTP, or a caller of `AsyncLLM`, adds to the engine's own time, in seconds."""
+    """What HTTP, Ray Serve, or a caller of `AsyncLLM` adds to the engine's own time, in seconds."""
 
     request: float = 0.0  # in the time to the first token; here all of it passes before the query is queued
     engine_token: float = 0.0  # per token, in the engine's process: it lengthens the host's share of a step

@@ -1,7 +1,9 @@
 """The benchmark of steps, from a grid on a tiny model to a card; and the drivers of what is simulated."""
 
+import argparse
 import asyncio
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
-from nanovllm.simulate.costs import CARDS, Card, StepShape, load_costs
+from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
+from tests.ports import free_port
 from tests.test_engine_benchmarks import run_here
 from tests.weights import lively_qwen3, lively_qwen3_moe
 
@@ -141,6 +144,51 @@ def test_what_http_costs_is_measured() -> None:
 def test_what_callers_of_async_llm_cost_is_measured() -> None:
     found = asyncio.run(mock.async_time(number=2, num_tokens=50))
     assert 0 < found["api_token"] == found["engine_token"] < 0.01 and 0 < found["request"] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'nanovllm[ray]'")
+def test_what_ray_serve_adds_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its replica, which is an engine and a server in one, a token costs more than in a server's engine, and less than
+    a step of the story model, which is not computed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(mock.ROOT))
+    found = mock.ray_time(free_port(), seconds=1)
+    assert 1e-4 < found["engine_token"] < 0.006 and 1e-4 < found["api_token"] < 0.1 and 1e-3 < found["request"] < 1
+
+
+def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured only if somebody wants to know, for Ray takes a while to start."""
+    measured, ports = {"request": 0.01, "engine_token": 0.002, "api_token": 0.001}, []
+
+    async def async_time() -> dict[str, float]:
+        return {}
+
+    def ray_time(port: int, seconds: float) -> dict[str, float]:
+        ports.append(port)
+        return measured
+
+    monkeypatch.setattr(mock, "async_time", async_time)
+    monkeypatch.setattr(mock, "ray_time", ray_time)
+    options = argparse.Namespace(
+        device="cpu", model=mock.EMBEDDED_MODEL, port=1234, rates=[1.0], ray_rates=[2.0], only=["server"]
+    )
+    costs = load_costs("h200", "Qwen3-0.6B")
+    [own] = simulated.settings(options, costs)
+    assert own.server == costs.server and not ports
+    options.only = None
+    *_, ray = simulated.settings(options, costs)
+    assert (ray.title, ray.rates, ray.replicas, ray.server) == (simulated.RAY, [2.0], 2, ServerTime(**measured))
+    assert ports == [1234]
+
+    figures = dict.fromkeys(simulated.LABELS, 1.0)
+    row = {"where": ray.title, "rate": 2.0, "server": measured, "measured": figures, "simulated": figures}
+    machine = {"device": "cpu", "processor": "any", "cores": 2, "torch": "any"}
+    commit = {"hash": "any", "modified": False}
+    result = {"rows": [row], "machine": machine, "commit": commit, "seconds": 1.0, "source": "any"}
+    assert f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step." in "".join(
+        simulated.table({"serving_simulated": result})
+    )
 
 
 def test_figures_of_answers() -> None:
