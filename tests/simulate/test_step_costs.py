@@ -138,8 +138,8 @@ def test_what_callers_of_async_llm_cost_is_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'nanovllm[ray]'")
 def test_what_ray_serve_adds_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its replica, which is an engine and a server in one, a token costs more than in a server's engine. It costs less
-    than a step of the story model, which is not computed."""
+    """A token costs the replica, which is an engine and a server in one, more than it costs a server's engine. It costs
+    less than a step of the story model, which is not computed."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(mock.ROOT))
     found = mock.ray_time(free_port(), seconds=1)
