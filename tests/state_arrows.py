@@ -47,11 +47,6 @@ class Tokens:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    unfiltered = frozenset[int]()
-
-    def drawn(self) -> dict[int, int]:
-        return {}
-
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

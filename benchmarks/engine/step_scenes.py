@@ -298,9 +298,6 @@ class Anything:
     def accept(self, token_id: int) -> str | None:
         return None
 
-    def allows(self, token_id: int) -> bool:
-        return False
-
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return len(token_ids)
 

@@ -59,11 +59,6 @@ class FakeStep:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    unfiltered = frozenset[int]()
-
-    def drawn(self) -> dict[int, int]:
-        return {}
-
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

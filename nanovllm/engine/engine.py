@@ -12,9 +12,8 @@ from itertools import count
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.grammars import Grammars, Matcher
-from nanovllm.engine.masks import fill_masks
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
-from nanovllm.engine.plan import Executor, StepHandle, StepPlan
+from nanovllm.engine.plan import Executor, StepHandle, StepMasks, StepPlan
 from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_request
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -211,9 +210,8 @@ class LLMEngine:
         handle = self.executor.submit(plan) if plan.scheduled else None
         committed = self._commit_oldest() if self._in_flight else []
         if handle is not None:
-            # Now all tokens before this step's are known, and the device is busy with the model.
-            if plan.masked and self.grammars is not None:
-                handle.draw(fill_masks(plan, handle, self.scheduler, self.grammars))
+            if plan.masked:  # now all tokens before this step's are known, and the device is busy with the model
+                handle.draw(self._fill_masks(plan, handle))
             self._in_flight.append((plan, handle))
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
@@ -238,6 +236,18 @@ class LLMEngine:
     def _commit_oldest(self) -> list[Committed]:
         plan, handle = self._in_flight.popleft()
         return self.scheduler.commit(plan, handle.result())
+
+    def _fill_masks(self, plan: StepPlan, handle: StepHandle) -> StepMasks:
+        """What the grammars of a step's sequences allow, for those that are not over by now."""
+        assert self.grammars is not None
+        guesses = {} if self.scheduler.proposer is None else handle.guesses()
+        keys, wanted = [], []
+        for key in plan.masked:
+            seq = self.scheduler.sequences.get(key)
+            if seq is not None and seq.matcher is not None:
+                keys.append(key)
+                wanted.append((seq.matcher, guesses.get(key, ())))
+        return StepMasks(keys, self.grammars.fill(wanted))
 
     def _choice_is_over(self, request: Request, seq: Sequence, now: float) -> None:
         self.executor.remove(seq.key)

@@ -11,24 +11,13 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 
 class Matcher(Protocol):
     """Where one output is in its grammar. It belongs to a sequence for life, and sees committed tokens only: no guess,
-    and nothing behind the end. So a preemption or a rejected guess means nothing to it.
-
-    refused: whether one of the latest answers of `allows` was no.
-    """
-
-    @property
-    def refused(self) -> bool: ...
+    and nothing behind the end. So a preemption or a rejected guess means nothing to it."""
 
     def copy(self) -> "Matcher": ...
 
     def accept(self, token_id: int) -> str | None:
         """Go on by a token of the output. Returns what is wrong where the grammar cannot go on; nothing else may
         follow then."""
-        ...
-
-    def allows(self, token_id: int) -> bool:
-        """Whether this token could come next, which takes a hundredth of the time of a mask. The answer may be no for
-        an EOS that the mask allows."""
         ...
 
     def num_valid(self, token_ids: Sequence[int]) -> int:

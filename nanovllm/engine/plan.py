@@ -4,7 +4,7 @@ The control plane knows requests, queues, blocks and priorities, and speaks of s
 `Executor`) keeps a copy of each sequence's tokens, appends what it samples, and knows nothing else of requests.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -67,31 +67,17 @@ class StepResult:
 
 class StepMasks(NamedTuple):
     """Which tokens may come next, for sequences with structured outputs: after the last known token of each, and after
-    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, or its grammar allows what
-    was drawn without a mask."""
+    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, and its token surplus."""
 
-    keys: list[int]
+    keys: list[int]  # in the order of the plan
     words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
 
 
 class StepHandle(Protocol):
     """A step that was submitted."""
 
-    @property
-    def unfiltered(self) -> Container[int]:
-        """Keys of `StepPlan.masked` that need no mask if the grammar allows what is drawn without one.
-
-        Score and noise of a token do not depend on the mask. So if the token with the largest sum is allowed, it also
-        has the largest sum of all that are allowed. But filters look at all scores that the mask leaves.
-        """
-        ...
-
     def guesses(self) -> dict[int, list[int]]:
         """The guesses behind each sequence that samples. Waits for the model, if a draft model makes them."""
-        ...
-
-    def drawn(self) -> dict[int, int]:
-        """What is drawn without masks for each of `unfiltered`, -1 from a bad row. Waits for the model."""
         ...
 
     def draw(self, masks: StepMasks) -> None:

@@ -1,7 +1,6 @@
 """Gathers the masks of a step's grammars on the host, with `allowed_token_ids`. A mask has W = ceil(V / 32) words."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +26,14 @@ def masks_of_tokens(
     masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_], state: SamplingState
 ) -> npt.NDArray[np.int32]:
     """The masks [M, W] of those tokens of a step for which `special` [N] is true. N counts a token after each guess."""
-    num_masks = {s.key: len(s.guesses) + 1 for s in sampling}
-    ends = list(accumulate(num_masks[key] for key in masks.keys))
-    given = np.split(words_of(masks, sum(ends[-1:]), state), ends[:-1])
-    of_key = dict(zip(masks.keys, given, strict=False))  # without any keys there is one part, and it is empty
-    everything = np.full((1, state.mask.shape[1]), -1, dtype=np.int32)
-    found = np.concatenate([of_key.get(s.key, everything.repeat(num_masks[s.key], axis=0)) for s in sampling])
-    places = [s for s in sampling for _ in range(num_masks[s.key])]  # [N]
+    keys = set(masks.keys)
+    places = [s for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
+    masked = np.array([s.key in keys for s in places])
+    found = words_of(masks, int(masked.sum()), state)
+    if not masked.all():
+        spread = np.full((len(places), found.shape[1]), -1, dtype=np.int32)
+        spread[masked] = found
+        found = spread
     for s, own in zip(places, found, strict=True):
         if (ids := state.params[s.row].allowed_token_ids) is not None:
             own &= packed(ids, state.vocab_size)

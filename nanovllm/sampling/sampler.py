@@ -98,11 +98,9 @@ class Sampler:
         return token_ids
 
     def sample_masked(self, logits: Tensor, rows: Tensor, positions: Tensor, masked: Tensor, masks: Tensor) -> Tensor:
-        """Run the plain tail again, in kernels, with masks [B, W] for rows `masked` [B]. Otherwise as `sample`."""
-        before = self.state.allow(masked, masks)
-        token_ids = self._sample_in_kernels(logits, rows, positions)
-        self.state.masked.index_copy_(0, masked.long(), before)
-        return token_ids
+        """Give rows `masked` [B] masks [B, W], then run the plain tail again, in kernels. Otherwise as `sample`."""
+        self.state.allow(masked, masks)
+        return self._sample_in_kernels(logits, rows, positions)
 
     def finish(
         self,
@@ -126,11 +124,8 @@ class Sampler:
         if state.in_kernels and not has_masks and needs.num_logprobs is None:
             return token_ids, None
         # Only the rows that need the full tail: nothing is sampled again or sorted for the others.
-        masked = () if masks is None else set(masks.keys)
-        left = [state.is_left(s.row, s.key in masked) for s in sampling for _ in range(len(s.guesses) + 1)]
-        special = np.array(left) | (q is not None)
-        if not special.any():
-            return token_ids, None
+        rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
+        special = np.array([row in state.special for row in rows]) | (q is not None)
         # None: all rows. For a large batch, logits are too many to copy in vain.
         index = None if special.all() else to_device(np.flatnonzero(special), state.device)
         some = step if index is None else step.at(index)
@@ -147,9 +142,8 @@ class Sampler:
             of_rows = step.guesses is None or allowed is None  # a mask belongs to a row, not to each guess
             if q is None and of_rows and fused_kernels(state.device).sample_rows is not None:
                 if allowed is not None:
-                    found = self.sample_masked(logits, some.rows, some.positions, some.rows, allowed)
-                else:
-                    found = self._sample_in_kernels(logits, some.rows, some.positions)
+                    state.allow(some.rows, allowed)
+                found = self._sample_in_kernels(logits, some.rows, some.positions)
             else:
                 drafted = None if q is None or step.guesses is None else (step.guesses, q)
                 metadata = state.metadata(some.rows, some.positions)

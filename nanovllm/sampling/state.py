@@ -163,18 +163,15 @@ class SamplingState:
         indices = positions - self.num_prompt_tokens[rows]
         return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
 
-    def allow(self, rows: Tensor, masks: Tensor) -> Tensor:
-        """Give rows [B] masks [B, ceil(V / 32)]: from now on only tokens that the masks allow are drawn. Returns what
-        `masked` [B] was before.
+    def allow(self, rows: Tensor, masks: Tensor) -> None:
+        """Give rows [B] masks [B, ceil(V / 32)]: from now on only tokens that the masks allow are drawn.
 
         The scratch row may be among the rows, even several times, and gets no mask.
         """
         index = rows.long()
-        before = self.masked[index]
         self.mask.index_copy_(0, index, masks)
         self.masked.index_fill_(0, index, 1)
         self.masked[-1:].zero_()
-        return before
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Put sampled tokens [N] where the next step reads them. A bad row's -1 becomes 0, which has an embedding."""
@@ -183,25 +180,12 @@ class SamplingState:
     def _top_k(self, p: SamplingParams) -> int:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
 
-    def is_unfiltered(self, row: int) -> bool:
-        """See `StepHandle.unfiltered`. The plain tail must do all that the row asks for, but for its grammar."""
-        p = self.params[row]
-        edited = self._is_edited(p) and not self.in_kernels
-        return not (self._is_filtered(p) or edited or p.allowed_token_ids is not None)
-
-    def is_left(self, row: int, has_mask: bool) -> bool:
-        """Whether the plain tail has left something to do for this row."""
-        p = self.special.get(row)
-        return p is not None and (has_mask or p.logprobs is not None or not self.is_unfiltered(row))
-
-    def _is_filtered(self, p: SamplingParams) -> bool:
-        """Filters never remove the likeliest token, so they mean nothing to a greedy row."""
-        return p.temperature > 0 and (p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size)
-
     def _is_special(self, p: SamplingParams) -> bool:
         if p.logprobs is not None or p.structured_outputs is not None or self.in_kernels:
             return p.logprobs is not None or p.structured_outputs is not None
-        return self._is_filtered(p) or self._is_edited(p)
+        # Filters never remove the likeliest token, so they mean nothing to a greedy row.
+        filtered = p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size
+        return (filtered and p.temperature > 0) or self._is_edited(p)
 
     def _is_edited(self, p: SamplingParams) -> bool:
         """Whether scores of single tokens change. (Temperature and filters look at all scores alike.)"""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
-PATIENCE = 8  # tokens in a row that have to be allowed before the next masks are not filled in advance any more
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
@@ -88,16 +87,6 @@ class TokenMatcher:
     def __init__(self, ll: "LLMatcher", roots: Roots, number: int) -> None:
         self.ll, self.roots, self.number = ll, roots, number
         self.at_start = True
-        self.patience = 0  # how many more tokens must be allowed until `refused` is over
-
-    def allows(self, token_id: int) -> bool:
-        allowed = self.num_valid([token_id]) > 0
-        self.patience = max(0, self.patience - 1) if allowed else PATIENCE
-        return allowed
-
-    @property
-    def refused(self) -> bool:
-        return self.patience > 0
 
     def copy(self) -> "TokenMatcher":
         if self.at_start:

@@ -71,19 +71,8 @@ class PendingStep:
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
         self.output: StepOutput | None = None  # of a step that was given up before its masks came
-        self.unfiltered: set[int] = set()
         if not plan.masked:
             self.draw()
-        elif not runner.speculates:
-            rows = {s.key: s.row for s in self.computed.sampling}
-            self.unfiltered = {key for key in plan.masked if runner.state.is_unfiltered(rows[key])}
-            self.plain = StepOutput(self.computed.step.token_ids, None, [], None, [])
-
-    def drawn(self) -> dict[int, int]:
-        if not self.unfiltered:
-            return {}
-        found = zip(self.keys, self.plain.read(), strict=True)
-        return {key: token_ids[0] for key, (token_ids, _) in found if key in self.unfiltered}
 
     def guesses(self) -> dict[int, list[int]]:
         guesses, sampling = self.computed.step.guesses, self.computed.sampling

@@ -64,14 +64,6 @@ class ParallelStep:
         with self.executor.team.in_step():
             return self.pending.guesses()
 
-    @property
-    def unfiltered(self) -> set[int]:
-        return self.pending.unfiltered
-
-    def drawn(self) -> dict[int, int]:
-        with self.executor.team.in_step():
-            return self.pending.drawn()
-
     def draw(self, masks: StepMasks) -> None:
         with self.executor.team.in_step():
             self.executor.team.tell(masks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine import block_manager, engine
+from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
@@ -190,8 +190,7 @@ FAULTS: dict[str, list[Edit]] = {
             LLMEngine,
             "_advance",
             "committed = self._commit_oldest() if self._in_flight else []",
-            "plan.masked and (handle.draw(fill_masks(plan, handle, self.scheduler, self.grammars)), "
-            "plan.masked.clear())\n"
+            "plan.masked and (handle.draw(self._fill_masks(plan, handle)), plan.masked.clear())\n"
             "    committed = self._commit_oldest() if self._in_flight else []",
         )
     ],
@@ -200,15 +199,6 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "a chunk that does not sample waits for a mask": [
         Edit(Scheduler, "_finish_plan", "if s.sample and self.sequences", "if self.sequences")
-    ],
-    "what was drawn without a mask is taken unasked": [
-        Edit(engine, "fill_masks", "not allows(s, drawn[s.key])", "False"),
-    ],
-    "masks are told in another order": [
-        Edit(engine, "fill_masks", "keys + [s.key for s in refused]", "[s.key for s in refused] + keys"),
-    ],
-    "a sequence with filters gets no mask": [
-        Edit(engine, "fill_masks", "s.key not in handle.unfiltered or is_refused(s)", "is_refused(s)"),
     ],
     "a preempted matcher starts anew": [
         Edit(

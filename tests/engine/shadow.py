@@ -52,7 +52,6 @@ class ShadowMatcher:
 
     def __init__(self) -> None:
         self.output: list[int] = []
-        self.refused = False
 
     def copy(self) -> "ShadowMatcher":
         assert not self.output
@@ -63,10 +62,6 @@ class ShadowMatcher:
             return "not allowed"
         self.output.append(token_id)
         return None
-
-    def allows(self, token_id: int) -> bool:
-        self.refused = not allowed(self.output) >> token_id & 1
-        return not self.refused
 
     def num_valid(self, token_ids: SequenceOf[int]) -> int:
         output = list(self.output)
@@ -130,40 +125,32 @@ class ShadowHandle:
         items = {item.key: item for item in plan.scheduled}
         self.prompt_logprobs = {s.key: executor.score(s, items[s.key]) for s in plan.scored}
         assert len(self.prompt_logprobs) == len(plan.scored)
-        self.is_drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
+        self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
         if not plan.masked:
             self.draw(StepMasks([], bytearray()))
 
     def guesses(self) -> dict[int, list[int]]:
         return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
 
-    @property
-    def unfiltered(self) -> set[int]:
-        return {key for key in self.plan.masked if key % 3}
-
-    def drawn(self) -> dict[int, int]:
-        assert not any(item.guesses for item in self.plan.scheduled)
-        return {key: self.executor.next(key) for key in self.unfiltered}
-
     def draw(self, masks: StepMasks) -> None:
-        assert not self.is_drawn, "tokens are drawn once"
+        assert not self.drawn, "tokens are drawn once"
         assert self.plan is self.executor.plans[-1], "and before anything else is submitted"
         assert set(masks.keys) <= set(self.plan.masked)
-        missing = set(self.plan.masked).difference(masks.keys, self.unfiltered)
+        missing = set(self.plan.masked).difference(masks.keys)
         assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
-        words, self.is_drawn = bytes(masks.words), True
-        items = {item.key: item for item in self.plan.scheduled if item.sample}
-        of_key = {key: bytes([ALL] * (len(item.guesses) + 1)) for key, item in items.items()}
-        for key in masks.keys:
-            count = len(items[key].guesses) + 1
-            of_key[key], words = words[:count], words[count:]
+        words, self.drawn = bytes(masks.words), True
+        for item in self.plan.scheduled:
+            if item.sample:
+                count = len(item.guesses) + 1 if item.key in masks.keys else 0
+                self.tokens[item.key] = self.executor.sample(
+                    item, words[:count] or bytes([ALL] * (len(item.guesses) + 1))
+                )
+                words = words[count:]
         assert not words, "a mask for each token, and no more"
-        for key, item in items.items():
-            self.tokens[key] = self.executor.sample(item, of_key[key])
 
     def result(self) -> StepResult:
         assert self.plan.step == self.executor.pending.pop(0), "steps are collected once and in order"
-        assert self.is_drawn, "nothing was drawn"
+        assert self.drawn, "nothing was drawn"
         self.executor.last_collected = self.plan.step
         return StepResult(self.tokens, self.prompt_logprobs)
 
@@ -279,11 +266,6 @@ class ShadowExecutor:
         first = max(0, item.start + 1 - self.window) if self.window and end > item.start else 0
         own = self._prefixes_of(item.key)[first:end]
         assert slots[first:end] == own, f"{item} reads what is not its own prefix: {slots[first:end]}"
-
-    def next(self, key: int) -> int:
-        """The token after the last known one, without a mask."""
-        index = len(self.tokens[key]) - self.num_prompt_tokens[key]
-        return next_token(self.prefixes[key][-1], self.params[key], index)
 
     def sample(self, item: Scheduled, masks: bytes) -> tuple[list[int], list[TokenLogprobs] | None]:
         """The token after the last known one, and after every guess as long as they are right."""

@@ -25,8 +25,6 @@ class Current:
 
 
 class Runner:
-    speculates = True  # so each token waits for a mask
-
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.seen: list[int] = []

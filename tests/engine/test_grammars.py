@@ -214,21 +214,6 @@ def test_whitespace_of_json_is_bounded(
         assert (matcher.num_valid([*tokens, EOS]) == len(tokens) + 1) == right, text
 
 
-@pytest.mark.parametrize("grammar", [{"json": SCHEMA}, {"regex": "(Tom|Anna) went home"}, {"regex": "(.|\\n)+"}])
-def test_a_token_is_allowed_as_its_mask_says(grammars: TokenGrammars, grammar: dict[str, Any]) -> None:
-    """Of all ids, padding included. Only EOS may be refused where its mask allows it."""
-    matcher, draw = compiled(grammars, **grammar), random.Random(1)
-    for _ in range(12):
-        [mask] = allowed(grammars, matcher)
-        found = {token for token in range(grammars.vocab_size) if matcher.allows(token)}
-        assert found <= mask <= found | {EOS, OTHER_EOS}
-        assert not matcher.allows(PADDED - 1) and matcher.refused and allowed(grammars, matcher) == [mask]
-        if mask <= {EOS, OTHER_EOS}:
-            break
-        token = draw.choice(sorted(mask - {EOS, OTHER_EOS}))
-        assert matcher.accept(token) is None
-
-
 def test_masks_after_guesses(grammars: TokenGrammars) -> None:
     matcher = compiled(grammars, regex="(Tom|Anna) went home")
     text = grammars.tokenizer.encode("Tom went home")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.engine import engine
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from tests.engine.faults import Edit
@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "guesses are not in the budget": Edit(Scheduler, "_speculate", "self._budget, room", "room"),
     "the masks after guesses are those of other guesses": Edit(
-        engine, "fill_masks", "guesses.get(s.key, ())", "[0 for _ in guesses.get(s.key, ())]"
+        LLMEngine, "_fill_masks", "guesses.get(key, ())", "[0 for _ in guesses.get(key, ())]"
     ),
     "what is accepted behind an end is kept": Edit(
         Scheduler, "commit", "token_ids = seq.token_ids[num_known:]", "pass"

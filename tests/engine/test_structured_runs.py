@@ -11,8 +11,6 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.kernels import FusedKernels
 from nanovllm.runner import model_runner
 from nanovllm.sampling import sampler
-from nanovllm.sampling.state import SamplingState
-from nanovllm.text.grammars import TokenGrammars
 from tests.engine.structured import (
     DRAFT,
     KINDS,
@@ -71,38 +69,6 @@ def test_outputs_match_whatever_the_temperature(llm: LLM, asynchronous: LLM, sto
         found = generate(llm, asked := mixed(seed, temperature, n=12))
         assert ids(generate(asynchronous, asked)) == ids(found)
     generate(story, mixed(300, temperature, n=6))
-
-
-@pytest.mark.slow
-def test_what_is_drawn_without_a_mask_is_drawn_with_it(llm: LLM, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few masks are filled, unless there are filters, and tokens are those of masks for all. On a CPU penalties need
-    masks as filters do."""
-    filled, fill = list[int](), TokenGrammars.fill
-
-    def noting(self: TokenGrammars, wanted: Any) -> bytearray:
-        filled.append(len(wanted))
-        return fill(self, wanted)
-
-    text = StructuredOutputsParams(regex="[A-Za-z ,.]{40,60}")
-    llm.generate(STORIES[:6], SamplingParams(structured_outputs=text, max_tokens=1), use_tqdm=False)  # compiled
-    monkeypatch.setattr(TokenGrammars, "fill", noting)
-    share = {}
-    options: dict[str, dict[str, Any]] = {
-        "plain": {}, "greedy": {"temperature": 0.0, "top_k": 2}, "filtered": {"top_k": 500, "min_p": 1e-9},
-        "penalised": {"presence_penalty": 0.5}, "scored": {"logprobs": 2},
-    }  # fmt: skip
-    for name, more in options.items():
-        structured = {"structured_outputs": text, "max_tokens": 40}
-        params = [SamplingParams(**{"temperature": 1.0, **structured, **more}, seed=i) for i in range(6)]
-        found = [llm.generate(STORIES[:6], params, use_tqdm=False)]
-        share[name] = sum(filled) / sum(len(output.outputs[0].token_ids) for output in found[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(SamplingState, "is_unfiltered", lambda self, row: False)
-            found.append(llm.generate(STORIES[:6], params, use_tqdm=False))
-        assert ids(found[0]) == ids(found[1])
-        filled.clear()
-    assert share["plain"] == share["scored"] < 0.9 and share["greedy"] < 1, share
-    assert share["filtered"] == share["penalised"] == 1, share
 
 
 WAYS: dict[str, dict[str, Any]] = {

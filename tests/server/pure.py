@@ -32,11 +32,6 @@ class Step:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    unfiltered = frozenset[int]()
-
-    def drawn(self) -> dict[int, int]:
-        return {}
-
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

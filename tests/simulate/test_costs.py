@@ -44,11 +44,6 @@ class Done:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    unfiltered = frozenset[int]()
-
-    def drawn(self) -> dict[int, int]:
-        return {}
-
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

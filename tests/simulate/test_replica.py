@@ -33,11 +33,6 @@ class ByHand:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
-    unfiltered = frozenset[int]()
-
-    def drawn(self) -> dict[int, int]:
-        return {}
-
     def draw(self, masks: StepMasks) -> None: ...
 
     def submit(self, plan: StepPlan) -> "Result":
