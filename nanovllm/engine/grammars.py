@@ -27,8 +27,8 @@ class Matcher(Protocol):
         ...
 
     def allows(self, token_id: int) -> bool:
-        """Whether this token could come next, which takes a hundredth of the time of a mask. The answer may be no for
-        an EOS that the mask allows."""
+        """Whether this token could come next. This takes much less time than a mask. The answer may be no for an EOS
+        that the mask allows."""
         ...
 
     def num_valid(self, token_ids: Sequence[int]) -> int:

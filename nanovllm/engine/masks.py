@@ -9,9 +9,9 @@ from nanovllm.engine.sequence import Sequence
 def fill_masks(plan: StepPlan, handle: StepHandle, scheduler: Scheduler, grammars: Grammars) -> StepMasks:
     """The masks of the newest step. A sequence that is over gets none.
 
-    Most sequences need no mask: what a model draws without one is mostly allowed. So the grammar is only asked about
-    this token (see `StepHandle.unfiltered`). If it says no, a mask is filled while the device waits. So whoever was
-    refused lately gets the next masks in advance, while the model runs.
+    Most sequences need no mask: most tokens that a model draws without one are allowed. So the grammar is only asked
+    about this token (see `StepHandle.unfiltered`). If it refuses the token, a mask is filled while the device waits. To
+    avoid that wait, a sequence whose token was refused lately gets its next masks in advance, while the model runs.
     """
     seqs = [scheduler.sequences[key] for key in plan.masked if key in scheduler.sequences]
     if scheduler.proposer is not None:
@@ -20,7 +20,7 @@ def fill_masks(plan: StepPlan, handle: StepHandle, scheduler: Scheduler, grammar
     early = [s for s in seqs if s.key not in handle.unfiltered or is_refused(s)]
     words = grammars.fill([(s.matcher, ()) for s in early])
     drawn, keys = handle.drawn(), [s.key for s in early]
-    # All are asked, so that one that was refused is heard again.
+    # Grammars whose masks were filled in advance are asked, too: only their answers end `Matcher.refused`.
     refused = [s for s in seqs if s.key in drawn and not allows(s, drawn[s.key]) and s.key not in keys]
     words += grammars.fill([(s.matcher, ()) for s in refused])
     return StepMasks(keys + [s.key for s in refused], words)

@@ -70,7 +70,7 @@ class StepMasks(NamedTuple):
     each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, or its grammar allows what
     was drawn without a mask."""
 
-    keys: list[int]
+    keys: list[int]  # in any order; `words` are in the same
     words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
 
 
@@ -82,7 +82,7 @@ class StepHandle(Protocol):
         """Keys of `StepPlan.masked` that need no mask if the grammar allows what is drawn without one.
 
         Score and noise of a token do not depend on the mask. So if the token with the largest sum is allowed, it also
-        has the largest sum of all that are allowed. But filters look at all scores that the mask leaves.
+        has the largest sum of all that are allowed. Not so with filters: they look at all scores that the mask leaves.
         """
         ...
 
@@ -91,7 +91,7 @@ class StepHandle(Protocol):
         ...
 
     def drawn(self) -> dict[int, int]:
-        """What is drawn without masks for each of `unfiltered`, -1 from a bad row. Waits for the model."""
+        """The token that is drawn without a mask for each of `unfiltered`; -1 from a bad row. Waits for the model."""
         ...
 
     def draw(self, masks: StepMasks) -> None:

@@ -184,7 +184,7 @@ class SamplingState:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
 
     def is_unfiltered(self, row: int) -> bool:
-        """See `StepHandle.unfiltered`. The plain tail must do all that the row asks for, but for its grammar."""
+        """Whether the plain tail does all that the row asks for, its grammar excepted. See `StepHandle.unfiltered`."""
         p = self.params[row]
         edited = self._is_edited(p) and not self.in_kernels
         return not (self._is_filtered(p) or edited or p.allowed_token_ids is not None)

@@ -216,7 +216,7 @@ def test_whitespace_of_json_is_bounded(
 
 @pytest.mark.parametrize("grammar", [{"json": SCHEMA}, {"regex": "(Tom|Anna) went home"}, {"regex": "(.|\\n)+"}])
 def test_a_token_is_allowed_as_its_mask_says(grammars: TokenGrammars, grammar: dict[str, Any]) -> None:
-    """Of all ids, padding included. Only EOS may be refused where its mask allows it."""
+    """All ids are asked for, padding included. Only EOS may be refused where the mask allows it."""
     matcher, draw = compiled(grammars, **grammar), random.Random(1)
     for _ in range(12):
         [mask] = allowed(grammars, matcher)

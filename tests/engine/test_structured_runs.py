@@ -75,8 +75,8 @@ def test_outputs_match_whatever_the_temperature(llm: LLM, asynchronous: LLM, sto
 
 @pytest.mark.slow
 def test_what_is_drawn_without_a_mask_is_drawn_with_it(llm: LLM, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few masks are filled, unless there are filters, and tokens are those of masks for all. On a CPU penalties need
-    masks as filters do."""
+    """Tokens are the same as with a mask for every row, and fewer masks are filled, unless there are filters. On a CPU
+    penalties need masks as filters do."""
     filled, fill = list[int](), TokenGrammars.fill
 
     def noting(self: TokenGrammars, wanted: Any) -> bytearray:
