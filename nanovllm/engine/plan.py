@@ -67,8 +67,7 @@ class StepResult:
 
 class StepMasks(NamedTuple):
     """Which tokens may come next, for sequences with structured outputs: after the last known token of each, and after
-    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, or its grammar allows what
-    was drawn without a mask."""
+    each of its guesses. A key of `StepPlan.masked` is missing if that sequence is over, or needs no mask: see below."""
 
     keys: list[int]  # in any order; `words` are in the same
     words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
@@ -79,11 +78,9 @@ class StepHandle(Protocol):
 
     @property
     def unfiltered(self) -> Container[int]:
-        """Keys of `StepPlan.masked` that need no mask if the grammar allows what is drawn without one.
-
-        Score and noise of a token do not depend on the mask. So if the token with the largest sum is allowed, it also
-        has the largest sum of all that are allowed. Not so with filters: they look at all scores that the mask leaves.
-        """
+        """Keys of `StepPlan.masked` that need no mask if the grammar allows what is drawn without one. Score and noise
+        of a token do not depend on the mask. So if the token with the largest sum is allowed, it also has the largest
+        sum of all that are allowed. This does not hold with filters: they look at all scores that the mask leaves."""
         ...
 
     def guesses(self) -> dict[int, list[int]]:

@@ -25,7 +25,6 @@ NOTHING_ALLOWED = (
     "logits are not finite"
 )
 
-
 # What a step added to a sequence: the sequence, its new tokens up to the one that ended it, their log-probabilities.
 # The sequence's `finish_reason` says whether they ended it. A plain tuple: hundreds are made in each step.
 Committed = tuple[Sequence, list[int], list[TokenLogprobs] | None]

@@ -2,8 +2,7 @@
 
 A step puts what is new into the rows, guesses tokens if speculation is on, computes the batch and samples (replayed, if
 there is a recording), and finishes the rows whose sampling parameters ask for more. The runner knows nothing of
-requests, queues or text. It never waits for the device: the tokens are copied to the host after the step, and only
-their reader waits.
+requests, queues or text. It never waits for the device: tokens are copied after the step, and only their reader waits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,10 +2,9 @@
 
 Two tails read the same logits. The *plain* tail is part of a recorded step. On one GPU the plain tail does all that a
 row may ask for, in a few kernels, and rows that ask for nothing pay for nothing. Elsewhere the plain tail knows
-temperature alone. There the *full* tail runs after the plain tail, for the rows that need edits, filters or the
-acceptance of a draft's guesses. A row that needs none of this gets the same token from both tails. Log-probabilities
-come last, from raw logits. Every row is computed by itself, so batch and order cannot matter. Nothing here waits for
-the device.
+temperature alone. There the *full* tail runs after it, for the rows that need edits, filters or the acceptance of a
+draft's guesses. A row that needs none of this gets the same token from both tails. Log-probabilities come last, from
+raw logits. Every row is computed by itself, so batch and order cannot matter. Nothing here waits for the device.
 
 Temperature 0 is exact, because the noise is multiplied by 0. Among equal scores the lowest id wins. A row whose largest
 logit is not a finite number (torch's max gives NaN if there is any) samples -1.
