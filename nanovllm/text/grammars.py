@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
-PATIENCE = 8  # after a refused token, so many in a row must be allowed until masks are no longer filled in advance
+PATIENCE = 8  # tokens in a row that have to be allowed before the next masks are not filled in advance any more
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
