@@ -66,21 +66,17 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
 
     def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> tuple[list[int], int]:
-        """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length".
-
-        Raises ValueError for a request that could never run, and TypeError for ids that are not integers. Any thread
-        may call this.
-        """
+        """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length". Any
+        thread may call this. Raises ValueError for a request that could never run, and TypeError for ids that are not
+        integers."""
         if params.stop and self.make_detokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
         return check_request(prompt_token_ids, params, self.vocab_size, self.eos_token_ids, self.config)
 
     def compile(self, params: SamplingParams) -> Matcher | None:
-        """What follows the structured outputs of a request, for `add_request`; None if there are none.
-
-        Any thread may call this, and had better not be the one that steps: it may take a second. Raises ValueError for
-        what cannot be enforced.
-        """
+        """What follows the structured outputs of a request, for `add_request`; None if there are none. Any thread may
+        call this, but better not the one that steps: it may take a second. Raises ValueError for what cannot be
+        enforced."""
         if params.structured_outputs is None:
             return None
         if self.grammars is None:
