@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Command(argparse.ArgumentParser):
-    """One of the commands. An argument that it does not have is its own mistake, so its own usage is shown."""
+    """The parser of one command. An argument that the command does not have is refused with the command's own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -198,7 +198,7 @@ def run_chat(args: argparse.Namespace) -> None:
         assert llm.tokenizer is not None
         params = params_of(args, llm.sampling_defaults)
         messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
-        # No template, or none with a place for system messages: say so before anybody types
+        # If there is no template, or it has no place for system messages, say so before anybody types.
         llm.tokenizer.encode_chat([*messages, {"role": "user", "content": "?"}])
         print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
         while True:

@@ -68,8 +68,8 @@ def checkpoint_facts(path: Path) -> list[Fact]:
 
 
 def place(path: Path, *keys: str, default: str = "the default") -> str:
-    """Where config.json says it: the first of these keys that has a value. Of a model that also reads images, it is
-    in the `text_config`, or beside it."""
+    """Where config.json says it: the first of these keys that has a value. In the file of a model that also reads
+    images, the key is in `text_config` or beside it."""
     whole = read_json(path / "config.json")
     text = whole["text_config"] if whole.get("model_type") in WITH_IMAGES else None
     for key in keys:

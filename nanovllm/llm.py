@@ -189,17 +189,13 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
-        """The token ids of a prompt, which `LLMEngine.add_request` checks.
-
-        Raises TypeError for what is no prompt, and ValueError for a text that cannot be encoded.
-        """
+        """The token ids of a prompt, which `LLMEngine.add_request` checks. Raises TypeError for what is no prompt, and
+        ValueError for a text that cannot be encoded."""
         return encode_prompt(prompt, self.tokenizer)
 
     def prepare(self, params: SamplingParams) -> SamplingParams:
-        """The parameters as the engine wants them: with token ids for their texts. Any thread may call this.
-
-        Raises ValueError for texts that cannot be turned into token ids.
-        """
+        """The parameters as the engine wants them: with token ids for their texts. Any thread may call this. Raises
+        ValueError for texts that cannot be turned into token ids."""
         return with_spellings(params, self.tokenizer)
 
     def _run(self, total: int, use_tqdm: bool | Callable[..., Any]) -> dict[str, RequestOutput]:

@@ -58,7 +58,7 @@ _logprobs: Any = vars(CompletionOutput)["logprobs"]
 
 
 def _read_logprobs(output: CompletionOutput) -> list[dict[int, Logprob]] | None:
-    """What an engine gives becomes a list here, so that `asdict`, `json` and `pickle` know what it is."""
+    """An engine's own sequence becomes a list here, so that `asdict`, `json` and `pickle` can handle it."""
     found = _logprobs.__get__(output)
     if found is not None and type(found) is not list:
         found = list(found)

@@ -86,8 +86,8 @@ print(f"on this card it would have taken {1e3 * clock():.0f} ms")
 #
 # ## What a step costs
 #
-# So all depends on how long a step takes. For this card that was fitted to steps that were measured with a model
-# of 0.6 billion parameters; for others, such as the 8 billion of this chapter, it is derived from their bytes and
+# So everything depends on how long a step takes. For this card, the times of steps were measured with a model of 0.6
+# billion parameters. For other models, such as that of 8 billion in this chapter, they are derived from bytes and
 # operations.
 
 # %%

@@ -6,7 +6,7 @@ package are in nanovllm/simulate/cards.
 
     python -m benchmarks.engine.step_costs FILE
 
-fits the steps that a card's file holds once more, and writes the file anew: for a change of the fit.
+fits the steps that a card's file holds once more, and writes the file anew. This is for a change of the fit.
 """
 
 import statistics
@@ -165,8 +165,8 @@ def fitted(card: Card) -> Card:
 
 
 def observations(points: list[dict[str, Any]], host: StepTime) -> list[Observation]:
-    """One for each shape, of the median time. host: what the host takes, of which a step that is launched has its own
-    share in its time."""
+    """One for each shape, with the median of its times. host: what the host takes. The measured time of a step that is
+    launched contains the host's time, which is taken off here."""
     alike: dict[StepShape, list[float]] = {}
     names: dict[StepShape, str] = {}
     for point in points:
@@ -194,8 +194,8 @@ def least_factors(needs: Needs, rates: Mapping[str, float]) -> dict[str, float]:
 
 
 def least_seconds(shape: StepShape, least: Mapping[str, float]) -> float:
-    """Of a step's products. One that seems to take less was launched while the step before was computed, so that a part
-    of its time is not known."""
+    """What a step's products take at least. A step that seems to take less was launched while the step before was
+    computed, so a part of its time is not known."""
     tokens = shape.decodes + shape.prompt_tokens
     return tokens * least.get("token", 0.0) + shape.prompt_pairs * least.get("prompt_pair", 0.0)
 

@@ -35,7 +35,7 @@ from nanovllm.sampling_params import SamplingParams
 
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
-STREAMS, RATE = 16, 10_000  # that show what a token costs: a step takes 1.6 ms, as on a GPU that is well used
+STREAMS, RATE = 16, 10_000  # the load at which a token's cost is measured: a step takes 1.6 ms, as on a busy GPU
 SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
@@ -183,7 +183,7 @@ def children(pid: int) -> list[int]:
 
 
 def ray_processes(session: int) -> list[int]:
-    """The replica first, then the proxy. Ray gives its processes titles, and leaves them in the session of its own."""
+    """The replica first, then the proxy. Both are in the session in which Ray was started, and have titles."""
     command = ["pgrep", "--session", str(session), "--full"]
     return [int(subprocess.check_output([*command, f"^ray::{name}"])) for name in ("ServeReplica", "ProxyActor")]
 
@@ -276,9 +276,9 @@ def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Pope
 
 
 async def first_tokens(port: int, number: int, step_seconds: float) -> float:
-    """Median of the seconds from a request to its first token, less those of its step. Requests follow each other: what
-    a pause adds, after which processors are slow, is measured elsewhere. Connections are opened before the clock
-    starts."""
+    """Median of the seconds from a request to its first token, less those of its step. Requests follow each other
+    without pauses: processors are slow after a pause, and what that adds is measured elsewhere. Connections are opened
+    before the clock starts."""
     content = json.dumps({"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
     found = []
     for _ in range(number):
@@ -304,14 +304,15 @@ def server_time(seconds: float) -> dict[str, float]:
 def ray_time(port: int, seconds: float) -> dict[str, float]:
     """What Ray Serve and HTTP add, by the names of `server_time`. The application and the step loop are threads of one
     process, the replica: what the application does for a token keeps the step loop waiting. The proxy has the place of
-    the API process. There is one stream, about as fast as the story model. Several would share some of the time."""
+    the API process. There is one stream, about as fast as the story model. Several streams would share some of the
+    time."""
     rate = 100
     with started([*SERVER, "--rate", str(rate), "--ray", str(port)], stderr=subprocess.STDOUT) as (popen, _):
         return added(port, ray_processes(popen.pid), 1, rate, seconds)
 
 
 def added(port: int, pids: list[int], streams: int, rate: float, seconds: float) -> dict[str, float]:
-    """`pids`: the engine's process first, then those before it."""
+    """By the names of `server_time`. pids: the engine's process first, then those between it and the clients."""
     asked = argparse.Namespace(streams=streams, max_tokens=1000, seconds=seconds)
     request = asyncio.run(first_tokens(port, 20, 1 / rate))
     long = asyncio.run(measure(port, pids, asked))
@@ -325,8 +326,8 @@ def added(port: int, pids: list[int], streams: int, rate: float, seconds: float)
 
 async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float]:
     """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
-    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. It is counted in seconds
-    of the CPU, at a load at which callers take each token by itself."""
+    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. This work is counted in
+    seconds of the CPU, at a load at which callers take each token by itself."""
     from nanovllm import AsyncLLM
 
     prompt = {"prompt_token_ids": [1] * 16}

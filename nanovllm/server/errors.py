@@ -123,7 +123,7 @@ def bad_request(request: Request, error: Exception) -> JSONResponse:
         message = f"must not be empty: its length must be at least {more['min_length']}"
     elif kind in ("model_type", "model_attributes_type"):
         message = "must be an object"
-    elif fields == [*path[:-1]]:  # of a value that may have several types: what each of them asks for
+    elif fields == [*path[:-1]]:  # a value that may have several types: say what each type asks for
         same = [one["msg"] for one in complaints if rank(one) == rank(first) and one["loc"][1:-1] == path[:-1]]
         message = ", or ".join(
             [message, *(other.removeprefix("Input should be ") for other in same if other != message)]

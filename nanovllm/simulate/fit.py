@@ -15,10 +15,10 @@ import numpy.typing as npt
 from nanovllm.simulate.step_shape import StepShape
 from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordings, StepTime
 
-LARGE = 512  # tokens, from which on products take longer than anything else that grows with tokens
+LARGE = 512  # with so many tokens or more, products take longer than anything else that grows with tokens
 GROWTH = 1.3  # from a row of the table to the next, at least
 MOST_TURNS = 20
-OUTLIER = 0.1  # relative error from which on an observation counts less
+OUTLIER = 0.1  # an observation with a larger relative error counts less
 # Weight of keeping factors small: it decides only between explanations that the steps cannot tell apart.
 RIDGE = 0.003
 
@@ -83,10 +83,10 @@ def fit_device(
 ) -> StepTime:
     """The device's table, factors and launches.
 
-    least: what a factor cannot be below, because the card cannot read or multiply faster; "token" is that of a line of
+    least: what a factor cannot be below, because the card cannot read or multiply faster; "token" is the least slope of
     the table. A step counts less if it is an outlier. The time of a step is the longest of several sums (attention of
-    prompts in two ways, or launching). Which one it is follows from the factors, so both are found in turns.
-    Raises ValueError without observations.
+    prompts in two ways, or launching). Which sum is the longest follows from the factors, so the choice of sums and the
+    factors are found in turns. Raises ValueError without observations.
     """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
@@ -121,7 +121,7 @@ def fit_device(
 
 
 def rows_of_table(tokens: Sequence[int]) -> list[int]:
-    """The tokens of the table's rows: of all that were measured, some that are not too close to each other."""
+    """The tokens of the table's rows: of all numbers that were measured, those that are not too close to each other."""
     found: list[int] = []
     for n in sorted(set(tokens)):
         if not found or n >= GROWTH * found[-1]:
@@ -130,8 +130,8 @@ def rows_of_table(tokens: Sequence[int]) -> list[int]:
 
 
 def hats(tokens: int, sizes: Sequence[int]) -> list[float]:
-    """What the seconds at `tokens` of a table consist of: once those of the first row, and so many times the growth per
-    token up to each of the following rows."""
+    """What the seconds at `tokens` of a table consist of: the first row's seconds once, and then, for each of the
+    following rows, so many times the growth per token before that row."""
     tokens = max(tokens, sizes[0])
     grown = [min(max(tokens - a, 0), b - a) for a, b in pairwise(sizes)]
     if grown:

@@ -1,17 +1,18 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
-The tokens that are computed cost what a table says, by their number, padding included: reading the weights, and the
-matrix products. Recorded sizes have kernels of their own, so no line would go through all of them. Attention
-of decodes reads their keys. With few keys the programs wait for memory more than they read, so that the first keys
-cost more. Attention of prompts takes as long as all pairs of a query and a key, and as walking through the keys of the
-longest context.
+The tokens that are computed, padding included, cost what a table says: reading the weights, and the matrix products.
+Recorded sizes have kernels of their own, so no line would go through all of them. Attention of decodes reads their
+keys. With few keys the programs spend more time waiting for memory than reading, so the first keys cost more. Attention
+of prompts is a sum: a time for all pairs of a query and a key, and one for walking through the keys of the longest
+context.
 
 How a step is computed follows from its size (nanovllm/graphs). Decodes are padded to the next recorded size. In a step
-with few tokens those of prompts are decodes of their own, each of which reads its context. Other steps with prompts are
-padded to the next size with prompts, whose kernels read the keys of decodes more slowly. What no recording has room for
-is launched kernel by kernel, and takes no less than the launches do. All factors are at least 0 and all counts only
-grow with the work. So more work never takes less time, which is not quite true of the engine: some steps would be
-quicker in a larger recording than in the one that they are given.
+with few tokens, each token of a prompt is a decode of its own, which reads its whole context. Other steps with prompts
+are padded to the next size with prompts, whose kernels read the keys of decodes more slowly. What no recording has room
+for is launched kernel by kernel, and takes no less than the launches do.
+
+All factors are at least 0 and all counts only grow with the work. So more work never takes less time. That is not quite
+true of the engine: some steps would be quicker in a larger recording than in the one that they are given.
 """
 
 from bisect import bisect_left
@@ -28,8 +29,8 @@ from nanovllm.simulate.step_shape import StepShape
 # Terms of the device, with what their factors grow with from one model to another
 DEVICE_TERMS = {
     "decode_key": "keys",
-    "first_key": "layers",  # of the first `FIRST_KEYS` keys of decodes, beside the above; none on a CPU
-    "key_beside_prompts": "keys",  # beside the above, where decodes are not in a recording of their own
+    "first_key": "layers",  # of the first `FIRST_KEYS` keys of decodes, added to the above; none on a CPU
+    "key_beside_prompts": "keys",  # added to the above, where decodes are not in a recording of their own
     "prompt": "layers",
     "prompt_pair": "pairs",
     "prompt_key": "layers",  # of the longest context of a chunk: few programs walk through all of its keys
@@ -42,8 +43,9 @@ DEVICE_TERMS = {
 }
 FIRST_KEYS = 4096
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
-# A step whose tokens are decodes of their own is counted as if it read no more keys than half of the most that it may
-# have, and so many for each key of the longest context. With more of them larger recordings are quicker on an H200.
+# Where tokens of prompts are decodes of their own, no more keys are counted than this share of the most that such a
+# recording may read, and than so many for each key of the longest context. With more keys, larger recordings are
+# quicker on an H200.
 OWN_SHARE, OWN_QUERIES = 0.5, 160
 # Terms of the host: "prompt_step" once, if there is any chunk of a prompt; "prompt" for each chunk
 HOST_TERMS = ("step", "sequence", "prompt_token", "sample", "prompt_step", "prompt")
@@ -66,7 +68,8 @@ class Recordings:
     prompts: numbers of tokens of the recordings of steps with prompts. max_sequences: that such a recording has room
     for, a row of padding included. max_operations: of the matrix products of a layer; a step with prompts that has more
     is not recorded.
-    layer_operations, layer_key_bytes: what a token needs of both, which depends on the model.
+    layer_operations, layer_key_bytes: operations, and bytes of keys and values, of a token in a layer. These depend on
+    the model.
     """
 
     decodes: tuple[int, ...] = ()
@@ -91,12 +94,12 @@ class Recordings:
 
     @cached_property
     def first_keys(self) -> int:
-        """Keys of decodes that cost more than others."""
+        """How many keys of decodes cost more than the others."""
         return FIRST_KEYS if self.decodes else 0
 
     @cached_property
     def max_keys(self) -> float:
-        """That sequences with several tokens read together in a recording of decodes."""
+        """How many keys may be read by a recording of decodes in which sequences have several tokens."""
         return self.max_read / self.layer_key_bytes
 
     def run(self, shape: StepShape) -> tuple[int, Kind]:
@@ -117,7 +120,7 @@ class Recordings:
 
 
 def sequences_of(shape: StepShape) -> int:
-    """Places of a recording with prompts that a step needs."""
+    """How many places of a recording with prompts a step needs."""
     return max(shape.decodes + shape.prompts + 1, shape.samples + shape.guesses)
 
 
@@ -131,8 +134,8 @@ def padded_to(sizes: tuple[int, ...], tokens: int) -> int:
 class StepTime:
     """Seconds of a step. `device` and `host` have a factor for each term, in seconds per count.
 
-    table: [tokens, seconds], ascending in both: what the tokens that are computed take. Between two rows, and beyond
-    the last, a line goes through it; up to the first row it is flat.
+    table: [tokens, seconds], ascending in both: what the tokens that are computed take. Up to the first row it is flat.
+    Between two rows it is a line, which goes on beyond the last row.
     """
 
     table: tuple[tuple[int, float], ...]
@@ -175,7 +178,7 @@ class StepTime:
             seconds += factors[3] * shape.prompts
             attention = factors[4] * shape.prompt_pairs + factors[5] * shape.prompt_keys
             own, few = factors[6] * self.own_keys(shape), self.recordings.max_several
-            if tokens > few:  # which is no less than the same with few tokens
+            if tokens > few:  # such a step takes no less than the same step with few tokens
                 own -= self.of_tokens(tokens) - self.of_tokens(few)
             seconds += max(attention, own)
         if shape.guesses:
@@ -185,14 +188,14 @@ class StepTime:
         return max(seconds, self.launch) if kind is Kind.LAUNCHED else seconds
 
     def own_keys(self, shape: StepShape) -> float:
-        """The keys that tokens of prompts read, each by itself, as far as that is the quickest way."""
+        """The keys that tokens of prompts read, each token for itself. See `OWN_SHARE` for the most that count."""
         most = OWN_SHARE * self.recordings.max_keys
         return min(shape.prompt_pairs, most, OWN_QUERIES * shape.prompts * shape.prompt_keys)
 
     def counts(self, shape: StepShape) -> list[tuple[int, list[float]]]:
-        """What `fit` finds the factors of: tokens of the table, and the counts of the device's terms in the order of
-        `DEVICE_TERMS`. Of several pairs the one that takes longest counts: attention of prompts by all pairs, and if
-        tokens read keys of their own."""
+        """What `fit` finds the factors of. Each entry is one way to count the step: the tokens to look up in the table,
+        and the counts of the device's terms in the order of `DEVICE_TERMS`. With prompts there are two ways: their
+        tokens share the keys, or each reads keys of its own. The way that takes longest is the time of the step."""
         tokens, kind = self.recordings.run(shape)
         beside = kind is not Kind.DECODES
         many = float(beside and sequences_of(shape) > FEW_SEQUENCES)
@@ -221,9 +224,9 @@ class StepTime:
     ) -> "StepTime":
         """The same card with another model: each factor grows with the bytes or operations behind it.
 
-        old, new: what a rank has of the measured and of the other model; itemsizes: bytes of a number, of both. rates:
-        of the card, bytes_per_second and operations_per_second. They tell what the table has of reading the weights,
-        and from which number of tokens on the products take longer than that.
+        old, new: what a rank has of the measured and of the other model. itemsizes: bytes of a number, of both. rates:
+        of the card, bytes_per_second and operations_per_second. They say how much of the table's time is reading the
+        weights, and from which number of tokens on the products take longer than that.
         """
         before, after = Needs(old, itemsizes[0]), Needs(new, itemsizes[1])
         layers = new.num_hidden_layers / old.num_hidden_layers
@@ -282,7 +285,7 @@ class StepTime:
 
 
 def line_at(rows: Sequence[tuple[int, float]], place: float) -> float:
-    """The value at `place` of lines through `rows`, of which there is one at least; flat before the first."""
+    """The value at `place` of the lines through `rows`, which are not empty. Before the first row it is flat."""
     if len(rows) < 2 or place <= rows[0][0]:
         return rows[0][1]
     after = next((i for i, (n, _) in enumerate(rows) if place <= n), len(rows) - 1)

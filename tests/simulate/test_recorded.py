@@ -24,7 +24,8 @@ def rows_of(*names: str) -> dict[tuple[str, str], float]:
 
 def test_small_batches_and_gaps_beside_long_prompts() -> None:
     """The card is of commit 9e5f456, the records are of efe93a1 (small batches) and 9172c4c. Since then decodes have
-    become up to a tenth quicker, and the first tokens of small batches by more. None has become slower."""
+    become up to a tenth quicker, and the first tokens of small batches quicker by more than that. None has become
+    slower."""
     small, mixed = rows_of("latency"), rows_of("default budget")
     times = {key: off for key, off in (small | mixed).items() if key[1] in ("ms_per_token", "gap_p50_ms")}
     assert len(times) == 4 and all(-12 < off < 5 for off in times.values()), times
@@ -39,8 +40,8 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
     ("rate", "tokens_per_second", "gap"), [(8, 1524.2, 0.573), (32, 5966.1, 0.639), (64, 12271, 0.825)]
 )
 def test_gaps_of_async_llm(rate: int, tokens_per_second: float, gap: float, tmp_path: Path) -> None:
-    """Beside `python -m benchmarks.serving.simulated --only AsyncLLM` on an H200, of the card's own commit. With more
-    than 64 requests a second the callers count as well, whose time on that machine is not known."""
+    """Beside `python -m benchmarks.serving.simulated --only AsyncLLM` on an H200, at the card's own commit. With more
+    than 64 requests a second the callers count as well. Their time on that machine is not known."""
     config = json.loads((SHAPE / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 49_152}))
     costs = load_costs("h200", tmp_path)

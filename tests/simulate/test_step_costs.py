@@ -149,8 +149,8 @@ def test_what_callers_of_async_llm_cost_is_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'nanovllm[ray]'")
 def test_what_ray_serve_adds_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replica is engine and server in one. So a token costs more there than in a server's engine, and less than a
-    step of the story model, which is not computed."""
+    """Its replica is engine and server in one. So a token costs more there than in a server's engine. It costs less
+    than a step of the story model, which is not computed here."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(mock.ROOT))
     found = mock.ray_time(free_port(), seconds=1)

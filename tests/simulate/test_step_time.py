@@ -23,7 +23,7 @@ RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 96, 4
 factor = st.floats(0, 1e-3)
 numbers = st.integers(0, 2000)
 shapes = st.builds(StepShape, *[numbers] * 9)
-chunks = st.builds(  # of up to 150 tokens: at 96 and at 2000 keys, others ways of computing them begin
+chunks = st.builds(  # of up to 150 tokens: beyond 96 tokens, or 4000 keys, they are computed in another way
     lambda tokens, context: StepShape(0, 0, 1, tokens, tokens * context, 0, 0, 0, context),
     st.integers(1, 150),
     st.integers(1, 60),

@@ -97,7 +97,7 @@ REMEDIES = {
     "system": "send it as a message with the role system",
     "instructions": "send them as a message with the role system",
     "enable_thinking": "send it in chat_template_kwargs",
-    "extra_body": "clients in Python send what is in it beside the other fields; do the same",
+    "extra_body": "send what is in it beside the other fields, as clients in Python do",
     "images": "this server reads no images",
     "prefix": "send continue_final_message: true and add_generation_prompt: false beside messages",
     "partial": "send continue_final_message: true and add_generation_prompt: false beside messages",
