@@ -144,7 +144,7 @@ def run(rate, replicas=1, seconds=60, router="two-choices", engine=None, fleet=N
 
 
 # %% [markdown]
-# At 5 requests per second half of all have their first token after 36 ms. **Guess:** at 50 per second, ten times as
+# At 5 requests per second half of all have their first token after 38 ms. **Guess:** at 50 per second, ten times as
 # many, what is that time? And what is it for the slowest request of a hundred?
 
 # %%

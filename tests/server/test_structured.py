@@ -105,6 +105,12 @@ def test_a_grammar_that_fails_is_a_500_that_says_so(served: Served, monkeypatch:
     }
 
 
+def test_a_request_that_contradicts_itself_is_a_400(served: Served) -> None:
+    body = {"prompt": STORY, "structured_outputs": {"regex": "a+"}, "allowed_token_ids": [17]}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 400 and "together with the request's other" in answer.json()["error"]["message"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="several API processes")
 def test_grammars_are_compiled_in_the_process_of_the_engine() -> None:

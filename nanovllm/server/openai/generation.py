@@ -129,7 +129,9 @@ class Generation:
                 numbers = "the logits of this request are not finite, or rule out every token", "bad_logits"
                 grammar = str(choice.stop_reason), "structured_outputs"
                 message, code = numbers if choice.stop_reason is None else grammar
-                raise ApiError(500, message, code=code)
+                b = self.body
+                narrowed = b.allowed_token_ids or b.bad_words or b.logit_bias or b.min_tokens  # by the request itself
+                raise ApiError(400 if narrowed and choice.stop_reason is not None else 500, message, code=code)
         if self.body.most_tokens() == 0:
             output = replace(output, outputs=[emptied(choice) for choice in output.outputs])
         self.usage.add(prompt, output)
