@@ -163,13 +163,15 @@ def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, par
     tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
     tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
     splits = num_splits(inputs, tiles, 128) if partial else 1
-    if partial and splits < MAX_SPLITS and inputs // splits >= 2048 and num_tokens <= FEW_TOKENS:
+    if partial and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
         splits *= 2
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
     depth, inner, input_bytes = inputs // splits, 512, WEIGHT_ROWS + 2 * tokens
     while inner > 128 and (depth % inner or depth < 4 * inner or MIN_STAGES * inner * input_bytes > shared):
         inner //= 2
-    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(1024 // inner, shared // (inner * input_bytes))), splits)
+    return PrefetchTile(
+        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits
+    )
 
 
 @gluon.jit
