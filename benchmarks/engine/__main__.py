@@ -25,6 +25,7 @@ from benchmarks.engine import (
     step_costs,
     steps,
     structured,
+    uses,
 )
 from benchmarks.engine import tensor_parallel as ranks
 from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
@@ -42,6 +43,8 @@ SHOWCASES = {
     "quantised": quantised.showcase,
     "kv_cache": quantised.kv_cache,
     "experts": quantised.experts,
+    "uses": uses.showcase,
+    "shape": uses.shape,
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }
