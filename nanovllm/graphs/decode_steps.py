@@ -8,7 +8,8 @@ the scratch row, which writes to the scratch block.
 A step that verifies guesses or computes a few tokens of a prompt is replayed as well. Every token is then a decode of
 its own, in the row of its sequence, one position on. All keys are written before any is read, so each token sees
 the tokens before it. The price: the context is read once per token, instead of once for all. So such a step has at
-most `max_several` tokens, which read at most `max_keys` keys. Larger steps are for `prompt_steps.py`.
+most `max_several` tokens, which read at most `max_keys` keys; keys of chunks count twice. Larger steps are for
+`prompt_steps.py`.
 
 A recording samples after every token. Where no token was asked for, as after most tokens of a prompt, it samples in the
 scratch row, which nobody reads.
@@ -79,7 +80,7 @@ class DecodeSteps:
         """Whether the step is small enough: in its number of tokens, and in the keys that they read."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
-        keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in longer)
+        keys = sum(s.num_tokens * (s.start + s.num_tokens) * (1 if s.guesses else 2) for s in longer)
         most = self.max_several if longer else num_tokens
         return num_tokens <= min(most, self.sizes[-1]) and keys <= self.max_keys
 

@@ -8,11 +8,10 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import ModelConfig
 
 # Tokens of a decode recording in which a sequence has several, and bytes of keys and values that these tokens may read
-# per layer. On an H200 reading so many bytes takes a quarter of a millisecond, and launching a layer takes a third
-# (docs/results.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or
-# launched kernel by kernel, which is slower even on an H200 (docs/speculation.md).
+# per layer. Keys of a chunk count twice: it is mostly alone, and recordings with prompts are quick for few sequences.
+# On an H200 both ways take about as long with these: 32 sequences of 3 guesses each, or a chunk of 64, behind 512 keys.
 MAX_REPLAYED = 256
-MAX_READ = 2**30
+MAX_READ = 2**28
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
 # Places of a recording with prompts: for sequences, the padding included, and for tokens that it samples, one for every
@@ -37,7 +36,7 @@ class StepSizes:
     decodes: list[int]  # every token is a decode of its own
     prompts: list[int]  # the tokens are shared among sequences in any way; may be empty
     max_several: int  # tokens that a step may have for a decode recording if a sequence has several of them
-    max_keys: int  # keys that the tokens of such sequences may read together, each token by itself
+    max_keys: int  # keys that such tokens may read, each token by itself; those of chunks count twice
     places: list[int]  # of the recordings with prompts, ascending; may be empty
     most_cut: int = 0  # tokens: up to here, recordings with prompts and few places have a twin for long contexts
 

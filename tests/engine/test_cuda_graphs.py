@@ -4,6 +4,7 @@ import gc
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -257,10 +258,10 @@ def test_prompts_stay_what_they_are(
 def test_chunks_that_would_read_too_much_are_launched(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "MAX_READ", 500 * 2 * 2 * 32 * 4)  # 500 keys and values of 2 heads
+    monkeypatch.setattr(sizes, "MAX_READ", 1000 * 2 * 2 * 32 * 4)  # 1000 keys and values of 2 heads
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16)
     recorded = runner_of(llm).recorded
-    assert recorded is not None and recorded.decodes.max_keys == 500
+    assert recorded is not None and recorded.decodes.max_keys == 1000
     replay, steps = DecodeSteps.replay, []
 
     def counting(self: DecodeSteps, scheduled: Any) -> Any:
@@ -271,6 +272,13 @@ def test_chunks_that_would_read_too_much_are_launched(
     monkeypatch.setattr(DecodeSteps, "replay", counting)
     tokens_of(llm, [[*range(50)]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert steps == [(0, True), (16, False), (32, False), (48, True), (50, True), (51, True)]
+
+
+@pytest.mark.parametrize(("guesses", "fits"), [((), False), ((5, 6, 7), True)], ids=["a chunk", "guesses"])
+def test_keys_of_chunks_count_twice(guesses: tuple[int, ...], fits: bool) -> None:
+    work = [Scheduled(0, 0, 146, 4, True, (), guesses), Scheduled(1, 1, 9000, 1, True, ())]
+    steps: Any = SimpleNamespace(sizes=[256], max_several=256, max_keys=1000)
+    assert DecodeSteps._fits(steps, work, work[:1]) is fits
 
 
 @pytest.mark.parametrize("device", DEVICES)
