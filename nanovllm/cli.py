@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
         if name != "serve":  # which has it among its own
             sub.add_argument("--tensor-parallel-size", type=int, default=1, help=ABOUT["tensor_parallel_size"])
         sub.add_argument("--enable-expert-parallel", action="store_true", help="give each rank whole experts")
+        sub.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: a quicker start, slower steps")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:

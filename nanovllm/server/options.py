@@ -114,7 +114,10 @@ ABOUT = {
     "async_scheduling": "a step is planned while the one before it runs (default: on if there is a GPU)",
 }  # in one line each; more is said in `EngineConfig`
 # Other commands have these, too
-ALSO_ENGINE = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "enable_expert_parallel"
+ALSO_ENGINE = (
+    *("device", "dtype", "quantization", "kv_cache_dtype", "attention_backend"),
+    *("enable_expert_parallel", "enforce_eager"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--config", help="a TOML file with options: max-queue = 100")
     for name, kind in ENGINE.items():
         add(f"--{name.replace('_', '-')}", type=kind, help=ABOUT[name])
+    add("--no-enable-prefix-caching", action="store_true", help="compute each prompt, whatever is cached")
     add("--api-servers", type=int, help="processes for HTTP and text before the engine's (default: by the cores)")
     add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
     add("--served-model-name", help="what clients call the model (default: the last part of its path)")
@@ -230,7 +234,8 @@ def converted(action: argparse.Action, value: Any, where: str) -> Any:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Those for `EngineConfig` that were chosen."""
     values = {name: getattr(args, name) for name in (*ALSO_ENGINE, *ENGINE)}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
+    chosen = {name: value for name, value in values.items() if value is not None and value is not False}
+    return chosen | ({"enable_prefix_caching": False} if args.no_enable_prefix_caching else {})
 
 
 def check(args: argparse.Namespace) -> None:

@@ -40,7 +40,8 @@ def test_every_option_may_come_from_everywhere(tmp_path: Path) -> None:
         "model": "a/b", "device": "cpu", "dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8",
         "attention_backend": "torch_ref", "max_model_len": 5, "max_num_seqs": 6, "max_num_batched_tokens": 7,
         "num_kv_blocks": 8, "gpu_memory_utilization": 0.5,
-        "kv_cache_gib": 0.25, "tensor_parallel_size": 2, "enable_expert_parallel": True,
+        "kv_cache_gib": 0.25, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enforce_eager": True,
+        "no_enable_prefix_caching": True,
         "speculative": {"method": "ngram", "k": 2}, "generation_config": "vllm",
         "max_queue": 9, "served_model_name": "m", "host": "::1", "port": 10,
         "chat_template": "t", "root_path": "/llm", "api_servers": 3,
@@ -164,6 +165,13 @@ def test_an_empty_variable_is_no_key() -> None:
     args.host = "0.0.0.0"
     with pytest.raises(ValueError, match="--api-key"):
         options.check(args)
+
+
+def test_what_is_switched_on_and_off() -> None:
+    plain = options.engine_options(settled())
+    args = settled("--enforce-eager", "--no-enable-prefix-caching")
+    assert options.engine_options(args) == plain | {"enforce_eager": True, "enable_prefix_caching": False}
+    assert {"enforce_eager", "enable_prefix_caching"}.isdisjoint(plain)
 
 
 def test_how_to_guess_is_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
