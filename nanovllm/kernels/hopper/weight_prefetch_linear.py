@@ -60,7 +60,7 @@ SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiproces
 MIN_TOKENS = 8  # columns of the matrix instruction, at least
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
 MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
-MAX_NORM_INPUTS = 1024  # which are in registers: not measured with more
+MAX_NORM_NUMBERS = 4096  # of all tokens, which are in registers: with more the norm by itself is faster
 MAX_NORM_STAGES = 8  # all weights of a program
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
@@ -115,9 +115,9 @@ def num_cuts(columns: int, inputs: int) -> int:
     return cuts
 
 
-def can_have_norm(inputs: int) -> bool:
-    """Whether the norm of so many inputs can be inside."""
-    return inputs <= MAX_NORM_INPUTS and inputs & (inputs - 1) == 0
+def can_have_norm(num_tokens: int, inputs: int) -> bool:
+    """Whether the norm of so many tokens and inputs can be inside."""
+    return num_tokens * inputs <= MAX_NORM_NUMBERS and inputs & (inputs - 1) == 0
 
 
 @gluon.jit

@@ -106,7 +106,7 @@ def _look_up_norm(
 ) -> NormLinearKernel | None:
     gives = _row_for(hopper, num_tokens, shape, dtype, device, gated, False)
     outputs, inputs = shape
-    if hopper is None or gives is None or not gives.get("handful") or not hopper.can_have_norm(inputs):
+    if hopper is None or gives is None or not gives.get("handful") or not hopper.can_have_norm(num_tokens, inputs):
         return None
     columns = outputs // 2 if gated else outputs
     tile = hopper.choose_tile(num_tokens, columns, inputs, gives["most"], gated, False, handful=True, norm=True)
