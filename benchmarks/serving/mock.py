@@ -36,6 +36,7 @@ from nanovllm.sampling_params import SamplingParams
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
 STREAMS, RATE = 16, 10_000  # the load at which a token's cost is measured: a step takes 1.6 ms, as on a busy GPU
+CALLERS = 4, 24  # of `AsyncLLM`, whose cost per step and per token is measured
 SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
@@ -324,10 +325,12 @@ def added(port: int, pids: list[int], streams: int, rate: float, seconds: float)
     }
 
 
-async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float]:
+async def async_time(number: int = 20, num_tokens: int = 400) -> dict[str, float]:
     """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
-    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. This work is counted in
-    seconds of the CPU, at a load at which callers take each token by itself."""
+    which one runs at a time. So what callers do for a token keeps the step loop waiting, too, and each step has to
+    pass the right to run from one thread to the other and back. Here steps take no time, so that the two threads alone
+    set the pace. How long a step then takes is measured with few callers and with many: the line through the two has a
+    part per step and a part per token. The engine's own share is taken off."""
     from nanovllm import AsyncLLM
 
     prompt = {"prompt_token_ids": [1] * 16}
@@ -339,16 +342,26 @@ async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float
             first = first or time.perf_counter() - start
         return first
 
-    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, device="cpu", num_kv_blocks=1024) as llm:
+    async def step_seconds(streams: int) -> float:
+        found = []
+        for _ in range(3):
+            start = time.perf_counter()
+            await asyncio.gather(*[answer(num_tokens) for _ in range(streams)])
+            found.append((time.perf_counter() - start) / num_tokens)
+        return statistics.median(found) - 1e-6 * streams * engine_alone(streams)
+
+    options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 1024, "async_scheduling": True}
+    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, **options) as llm:
         engine = llm.llm.engine
         real, engine.executor = engine.executor, FakeExecutor(RATE)
         found = [await answer(2) - 1 / RATE for _ in range(number)]
-        start = time.process_time()
-        await asyncio.gather(*[answer(num_tokens) for _ in range(STREAMS)])
-        token = (time.process_time() - start) / (STREAMS * num_tokens)
+        engine.executor = FakeExecutor(1e12)
+        (few, short), (many, long) = [(n, await step_seconds(n)) for n in CALLERS]
         engine.executor = real
-    token = max(0.0, token - 1e-6 * engine_alone(STREAMS))
-    return {"request": max(0.0, statistics.median(found)), "engine_token": token, "api_token": token}
+    token = max(0.0, (long - short) / (many - few))
+    step = max(0.0, short - few * token)
+    request = statistics.median(found) - step - token - 1e-6 * engine_alone(1)
+    return {"request": max(0.0, request), "engine_token": token, "api_token": token, "engine_step": step}
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class ServerTime(NamedTuple):
     request: float = 0.0  # in the time to the first token; here all of it passes before the query is queued
     engine_token: float = 0.0  # per token, in the engine's process: it lengthens the host's share of a step
     api_token: float = 0.0  # per token, in an API process, from the end of the step to the client
+    engine_step: float = 0.0  # per step, as `engine_token`
 
 
 @dataclass(frozen=True)

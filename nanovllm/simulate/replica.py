@@ -41,7 +41,7 @@ class VirtualClock:
 class SimulatedExecutor:
     """Steps take their time one after the other, as on a device; what they sample is known at once.
 
-    host_token: seconds of the host per token that is drawn, beside those of `costs`.
+    host_token, host_step: seconds of the host per token that is drawn and per step, beside those of `costs`.
     acceptance: the probability that a guess is right if all before it are.
 
     The host's time passes while a step is submitted. A step begins when it has been submitted, and the step before is
@@ -49,11 +49,18 @@ class SimulatedExecutor:
     """
 
     def __init__(
-        self, costs: StepCosts, clock: VirtualClock, host_token: float, acceptance: float, draw: random.Random
+        self,
+        costs: StepCosts,
+        clock: VirtualClock,
+        host_token: float,
+        acceptance: float,
+        draw: random.Random,
+        host_step: float = 0.0,
     ) -> None:
         self.costs = costs
         self.clock = clock
         self.host_token = host_token
+        self.host_step = host_step
         self.acceptance = acceptance
         self.draw = draw
         self.added = -1  # key of the sequence that was added last
@@ -74,7 +81,7 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> "SimulatedStep":
         shape = shape_of(plan)
         seconds = self.costs.device_seconds(shape)
-        self.clock.now += self.costs.host_seconds(shape) + self.host_token * shape.samples
+        self.clock.now += self.costs.host_seconds(shape) + self.host_step + self.host_token * shape.samples
         self._free = max(self._free, self.clock.now) + seconds
         self.busy_seconds += seconds
         self.num_steps += 1
@@ -160,7 +167,7 @@ class Replica:
         self.server = server
         self.clock = VirtualClock()
         draw = random.Random(f"{seed} {number}")
-        self.executor = SimulatedExecutor(costs, self.clock, server.engine_token, acceptance, draw)
+        self.executor = SimulatedExecutor(costs, self.clock, server.engine_token, acceptance, draw, server.engine_step)
         self.engine = LLMEngine(self.executor, config, vocab_size=vocab_size, clock=self.clock)
         if self.engine.scheduler.proposer is not None:  # the text is random, and has no n-gram twice
             self.engine.scheduler.proposer = DraftModelProposer()

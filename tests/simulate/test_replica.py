@@ -148,6 +148,7 @@ def test_what_a_query_costs_beside_its_steps() -> None:
     assert finished(intake=IntakeTime(0.5, 0.1)) == [(pytest.approx(5.5), pytest.approx(6.5))] * 3
     assert finished(intake=IntakeTime(wake=0.5)) == [(1.0, 2.0)] * 3, "nothing was idle before"
     assert finished(server=ServerTime(engine_token=0.5)) == [(2.5, 5.0)] * 3
+    assert finished(server=ServerTime(engine_step=0.5)) == [(1.5, 3.0)] * 3
     assert finished(server=ServerTime(api_token=0.5)) == [(2.0, 3.0)] * 3, "the middle one of three"
 
 

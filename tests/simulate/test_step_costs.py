@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
+from nanovllm import AsyncLLM
 from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.ports import free_port
@@ -143,7 +145,21 @@ def test_what_http_costs_is_measured() -> None:
 
 def test_what_callers_of_async_llm_cost_is_measured() -> None:
     found = asyncio.run(mock.async_time(number=2, num_tokens=50))
-    assert 0 < found["api_token"] == found["engine_token"] < 0.01 and 0 < found["request"] < 0.1
+    assert 0 < found["api_token"] == found["engine_token"] < 0.01
+    assert 0 <= found["request"] < 0.1 and 0 <= found["engine_step"] < 0.01
+
+
+def test_what_the_step_loop_waits_for_counts_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of callers, and though it takes no time of the CPU."""
+    publish = AsyncLLM._publish
+
+    def late(llm: AsyncLLM) -> None:
+        time.sleep(0.002)
+        publish(llm)
+
+    monkeypatch.setattr(AsyncLLM, "_publish", late)
+    found = asyncio.run(mock.async_time(number=2, num_tokens=50))
+    assert 0.0015 < found["engine_step"] < 0.02 and found["engine_token"] < 0.001
 
 
 @pytest.mark.slow
@@ -186,9 +202,10 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
     machine = {"device": "cpu", "processor": "any", "cores": 2, "torch": "any"}
     commit = {"hash": "any", "modified": False}
     result = {"rows": [row], "machine": machine, "commit": commit, "seconds": 1.0, "source": "any"}
-    assert f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step." in "".join(
-        simulated.table({"serving_simulated": result})
-    )
+    added = f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step"
+    assert f"{added}." in "".join(simulated.table({"serving_simulated": result}))
+    row["server"] = {**measured, "engine_step": 0.003}
+    assert f"{added}, and 3.00 ms to each step." in "".join(simulated.table({"serving_simulated": result}))
 
 
 def test_figures_of_answers() -> None:
