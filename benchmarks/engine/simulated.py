@@ -42,6 +42,7 @@ class VirtualEngine(Engine):
         self.clock = VirtualClock()
         executor = SimulatedExecutor(costs, self.clock, host_token=0.0, acceptance=0.0, draw=random.Random(0))
         core = LLMEngine(executor, resolved, vocab_size=VOCAB_SIZE, clock=self.clock)
+        executor.scheduler = core.scheduler
         self.make_params = SamplingParams
         self.llm = SimpleNamespace(engine=core, generate=partial(generate, core, self.clock, intake))
 

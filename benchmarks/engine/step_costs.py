@@ -66,7 +66,8 @@ def run(options: Namespace) -> bool:
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
     engine = CPU_ENGINE if cpu else GPU_ENGINE
     server = measure_server(2 if options.quick else 6)
-    scenes = ["decodes", "chunks", "mixed", "masked"]
+    # The attention of a CPU copies the keys of each sequence, shared or not
+    scenes = ["decodes", "chunks", "mixed", *([] if cpu else ["shared"]), "masked"]
     points, told = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
     numbers = grid["guesses"]["numbers"]
     guessing = ours(options, "guesses", **engine, speculative={"method": "ngram", "k": max(numbers)})

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle, product
 from typing import Any, NamedTuple, Self
 
 from benchmarks.lib.process import CLOCKS, ClockName, Engine
@@ -24,11 +24,13 @@ from nanovllm.text.tokenizer import Tokenizer
 DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192]}
 CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
 MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "context": 512}
+SHARED = {"beginnings": [2048, 8192], "numbers": [1, 4], "batches": [8, 32, 128, 256], "prompts": [8, 32], "own": 128}
 GRID: dict[str, Any] = {
     "decodes": DECODES,
     "chunks": CHUNKS,
     "prompts": [1, 2, 8, 32, 128],  # in a step, of all `sizes` that they can share
     "mixed": MIXED,
+    "shared": SHARED,
     "masked": [1, 8, 64],
     "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
     "steps": 12,
@@ -41,6 +43,7 @@ QUICK_GRID: dict[str, Any] = {
     "chunks": {"sizes": [16, 64, 128, 256, 512, 1024], "contexts": [0, 512]},
     "prompts": [1, 2, 8],
     "mixed": {"batches": [2, 8, 16], "sizes": [16, 64, 256], "context": 64},
+    "shared": {"beginnings": [256], "numbers": [1, 2], "batches": [4, 16], "prompts": [4], "own": 32},
     "masked": [1, 4],
     "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},
     "steps": 5,
@@ -65,6 +68,7 @@ class Meter:
 
     def __init__(self, core: Any, clock: ClockName) -> None:
         self._now = CLOCKS[clock]
+        self._scheduler = core.scheduler
         self.steps: list[Step] = []
         self._submit, self._commit = core.executor.submit, core.scheduler.commit
         self._submitted: dict[int, tuple[float, StepShape]] = {}
@@ -72,7 +76,7 @@ class Meter:
         core.executor.submit, core.scheduler.commit = self.submit, self.commit
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        self._submitted[plan.step] = self._now(), shape_of(plan)
+        self._submitted[plan.step] = self._now(), shape_of(plan, self._scheduler)
         handle: StepHandle = self._submit(plan)
         return handle
 
@@ -98,15 +102,15 @@ class Bench:
         self._now = CLOCKS[clock]
         self.intake: list[tuple[int, int, float]] = []  # requests, tokens of their prompts, seconds of adding them
 
-    def add(self, lengths: list[int], max_tokens: int, **more: Any) -> None:
-        """Prompts of these lengths that share nothing."""
+    def add(self, lengths: list[int], max_tokens: int, behind: Sequence[list[int]] = ([],), **more: Any) -> None:
+        """Prompts that have so many tokens of their own, each behind one of these beginnings in turn."""
         params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
         draw, ids = random.Random(next(self._seeds)), range(self.grid["highest_id"])
-        prompts = [draw.choices(ids, k=length) for length in lengths]
+        prompts = [before + draw.choices(ids, k=length) for before, length in zip(cycle(behind), lengths, strict=False)]
         start = self._now()
         for prompt in prompts:
             self.core.add_request(str(next(self._ids)), prompt, params)
-        self.intake.append((len(lengths), sum(lengths), self._now() - start))
+        self.intake.append((len(lengths), sum(map(len, prompts)), self._now() - start))
 
     def budget(self, tokens: int | None = None) -> None:
         """Tokens of a step from now on; the engine's own without a number."""
@@ -194,15 +198,45 @@ class Bench:
         running = self.core.scheduler.running
         return running[0].num_computed if running else 0
 
-    def several(self, name: str, prompts: int, length: int) -> Iterator[dict[str, Any]]:
+    def several(self, name: str, prompts: int, length: int, shared: int = 0) -> Iterator[dict[str, Any]]:
         found = []
         for overlapped in dict.fromkeys((self.overlapped, False)):
             self.overlap(overlapped)
-            self.add(3 * spread(prompts, length), 1)
+            self.add(3 * spread(prompts, length), 1, self.beginnings(1, shared))
             self.budget(sum(spread(prompts, length)))
             found.append([s for s in self.advance(5) if s.shape.prompts == prompts])
             self.clear()
         yield from self.paired(name, found)
+
+    def beginnings(self, number: int, length: int) -> list[list[int]]:
+        """So many beginnings of prompts that the prefix cache holds from now on, until `clear`."""
+        draw, ids = random.Random(-1 - next(self._seeds)), range(self.grid["highest_id"])
+        found = [draw.choices(ids, k=length) for _ in range(number)]
+        if length:
+            self.add([1] * number, 1, found)
+            while self.core.has_unfinished():
+                self.core.advance()
+        return found
+
+    def shared(self) -> Iterator[dict[str, Any]]:
+        """Decodes, and prompts, behind long beginnings that several of them have in common. A few are computed more
+        than once if a beginning is no multiple of a block."""
+        grid, room = self.grid["shared"], 4 * self.grid["steps"] + 8
+        own = grid["own"]
+        for length in grid["beginnings"]:
+            longest = length + max(spread(max(grid["batches"]), own)) + room
+            for batch, number in product(grid["batches"], grid["numbers"]):
+                held = number * length + batch * (own + room)
+                if number <= batch <= self.seats and held <= self.pool and longest <= self.longest:
+                    self.add(spread(batch, own), self.longest - longest, self.beginnings(number, length))
+                    self.until_all_decode(batch)
+                    yield from self.steady(f"{batch} decodes behind {number} beginnings of {length}")
+                    self.clear()
+            for prompts in grid["prompts"]:
+                if 3 * prompts * own + length <= self.pool and longest <= self.longest and prompts <= self.seats:
+                    yield from self.several(
+                        f"{prompts} prompts of {own} behind a shared {length}", prompts, own, length
+                    )
 
     def mixed(self) -> Iterator[dict[str, Any]]:
         """A chunk of a prompt beside decodes."""

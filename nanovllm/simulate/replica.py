@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.guesses import DraftModelProposer
 from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.simulate.arrivals import Query
@@ -63,6 +64,7 @@ class SimulatedExecutor:
         self.host_step = host_step
         self.acceptance = acceptance
         self.draw = draw
+        self.scheduler: Scheduler | None = None  # the engine's, which knows which keys are shared; without it none are
         self.added = -1  # key of the sequence that was added last
         self.removed: list[int] = []  # keys of sequences that are over; whoever reads them clears the list
         self.delivered: Tokens = {}  # by the step that was collected last
@@ -79,7 +81,7 @@ class SimulatedExecutor:
     def close(self) -> None: ...
 
     def submit(self, plan: StepPlan) -> "SimulatedStep":
-        shape = shape_of(plan)
+        shape = shape_of(plan, self.scheduler)
         seconds = self.costs.device_seconds(shape)
         self.clock.now += self.costs.host_seconds(shape) + self.host_step + self.host_token * shape.samples
         self._free = max(self._free, self.clock.now) + seconds
@@ -169,6 +171,7 @@ class Replica:
         draw = random.Random(f"{seed} {number}")
         self.executor = SimulatedExecutor(costs, self.clock, server.engine_token, acceptance, draw, server.engine_step)
         self.engine = LLMEngine(self.executor, config, vocab_size=vocab_size, clock=self.clock)
+        self.executor.scheduler = self.engine.scheduler
         if self.engine.scheduler.proposer is not None:  # the text is random, and has no n-gram twice
             self.engine.scheduler.proposer = DraftModelProposer()
         self.in_turn = False

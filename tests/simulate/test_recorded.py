@@ -15,12 +15,12 @@ from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_cos
 from nanovllm.simulate.needs import Needs
 
 CARD = Card.read(CARDS / "h200.qwen3-0.6b.json")
-RUNS = {run.contender if run.result in ("mixed", "tensor_parallel") else run.result: run for run in simulated.RUNS}
+RUNS = {(run.result, run.contender): run for run in simulated.RUNS}
 
 
-def rows_of(*names: str) -> dict[tuple[str, str], float]:
+def rows_of(*runs: simulated.Compared) -> dict[tuple[str, str], float]:
     """How far each metric is off, in percent."""
-    rows = simulated.compare("h200", harness.RESULTS, [RUNS[name] for name in names])
+    rows = simulated.compare("h200", harness.RESULTS, runs)
     return {(row["scenario"], row["metric"]): simulated.off_by(row) for row in rows}
 
 
@@ -34,7 +34,7 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
     """The card is of a later engine than the records of small batches and of mixed traffic: in its own points, which
     were measured, a decode of batch 1 takes an eighth less. Once the records are of the card's commit, all bounds hold
     on both sides."""
-    small, mixed = rows_of("latency"), rows_of("default budget")
+    small, mixed = rows_of(RUNS["latency", "nanovllm"]), rows_of(RUNS["mixed", "default budget"])
     for name, found in ("latency", small), ("mixed", mixed):
         for (scenario, metric), off in found.items():
             is_time = metric in ("ms_per_token", "gap_p50_ms")
@@ -42,6 +42,14 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
             assert fits(name, off, 5 if is_time else 20, quicker), (name, scenario, metric, off)
     assert len(small) == 6 and len(mixed) == 3
     assert abs(small["batch 8", "ms_per_token"]) < 5
+
+
+def test_a_shared_prefix() -> None:
+    """If the keys that are shared were read from memory, decodes would take nearly twice as long. The records are of an
+    engine that launched prompts beside more than 63 sequences kernel by kernel."""
+    found = rows_of(RUNS["prefix", "nanovllm"])
+    rates = [off for (_, metric), off in found.items() if metric == "requests_per_second"]
+    assert len(rates) == 2 and all(fits("prefix", -off, 10, quicker=30) for off in rates)
 
 
 ASYNC = tables.load("serving_simulated.h200", harness.RESULTS)
@@ -67,7 +75,7 @@ def test_gaps_of_async_llm(row: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_headline() -> None:
-    [off] = rows_of("throughput").values()
+    [off] = rows_of(RUNS["throughput", "nanovllm"]).values()
     assert abs(off) < 5
 
 

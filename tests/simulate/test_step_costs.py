@@ -26,6 +26,7 @@ TINY: dict[str, Any] = {
     "chunks": {"sizes": [8, 16], "contexts": [0, 24]},
     "prompts": [2],
     "mixed": {"batches": [2], "sizes": [8], "context": 16},
+    "shared": {"beginnings": [32], "numbers": [1, 2], "batches": [4], "prompts": [2], "own": 8},
     "masked": [1],
     "guesses": {"batches": [2], "numbers": [1, 3], "context": 16},
     "steps": 3,
@@ -68,6 +69,19 @@ def test_a_grid_has_the_steps_that_it_names(model: Path, overlapped: bool) -> No
     beside = shapes["2 decodes beside chunks of 8, 1"]
     assert (beside.decodes, beside.prompts, beside.prompt_tokens) == (2, 1, 8)
     assert any(point["host"] is not None for point in found.values())
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_grid_of_shared_keys(model: Path, overlapped: bool) -> None:
+    """All but the first sequence behind a beginning share its 32 keys."""
+    found = points_of(model, ["shared"], overlapped, async_scheduling=overlapped)
+    shapes = {name: StepShape(*point["shape"]) for name, point in found.items()}
+    one, two = (shapes[f"4 decodes behind {number} beginnings of 32"] for number in (1, 2))
+    assert (one.decodes, one.shared_keys) == (4, 3 * 32) and (two.decodes, two.shared_keys) == (4, 2 * 32)
+    assert 32 + 4 * 8 < one.decode_keys < 32 + 4 * 40 and one.decode_keys + 32 == pytest.approx(two.decode_keys, abs=8)
+    chunk = shapes["2 prompts of 8 behind a shared 32, 1"]
+    assert (chunk.prompts, chunk.prompt_tokens, chunk.shared_keys) == (2, 16, 0)
+    assert chunk.prompt_pairs == sum(32 * n + n * (n + 1) // 2 for n in step_scenes.spread(2, 8))
 
 
 def test_a_grid_of_guesses(model: Path) -> None:

@@ -22,7 +22,7 @@ from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordin
 RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 96, 4000, 64, 1e6, 1e3)
 factor = st.floats(0, 1e-3)
 numbers = st.integers(0, 2000)
-shapes = st.builds(StepShape, *[numbers] * 9)
+shapes = st.builds(StepShape, *[numbers] * 10)
 chunks = st.builds(  # of up to 150 tokens: beyond 96 tokens, or 4000 keys, they are computed in another way
     lambda tokens, context: StepShape(0, 0, 1, tokens, tokens * context, 0, 0, 0, context),
     st.integers(1, 150),
@@ -95,7 +95,8 @@ def test_launching_is_a_floor_and_no_addition() -> None:
 KNOWN = StepTime(
     ((1, 7e-4), (64, 8e-4), (128, 9e-4), (512, 1.4e-3), (3000, 4e-3)),
     {"decode_key": 2.6e-8, "first_key": 2e-8, "key_beside_prompts": 1e-8, "prompt": 4e-6, "prompt_pair": 2e-10}
-    | {"prompt_key": 4e-7, "own_key": 1e-8, "many_sequences": 3e-4, "guess_step": 1e-4, "masked": 5e-5},
+    | {"prompt_key": 4e-7, "own_key": 1e-8, "many_sequences": 3e-4, "guess_step": 1e-4, "masked": 5e-5}
+    | {"shared_key": 1.1e-8},
     {"step": 5e-5, "sequence": 2e-6, "prompt_token": 0.0, "sample": 1e-6},
     0.009,
     RECORDINGS,
@@ -111,8 +112,8 @@ def drawn(count: int) -> list[StepShape]:
         keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
         guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
         of_prompts = prompts, tokens, tokens * context
-        longest = context * (prompts > 0)
-        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest))
+        longest, shared = context * (prompts > 0), draw.choice([0, 0, keys])
+        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest, shared))
     return [shape for shape in found if shape.samples]
 
 
@@ -125,8 +126,19 @@ def test_the_fit_finds_a_known_cost_in_noisy_points() -> None:
     for shape in drawn(60):
         assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
     assert found.launch == pytest.approx(KNOWN.launch, rel=0.02)
-    for name in "decode_key", "prompt_key":
+    for name in "decode_key", "prompt_key", "shared_key":
         assert found.device[name] == pytest.approx(KNOWN.device[name], rel=0.05)
+
+
+def test_without_steps_that_share_keys_these_cost_as_much_as_those_of_one_prompt() -> None:
+    known = replace(KNOWN, device={"decode_key": 1e-6, "own_key": 4e-7})
+    alone = [StepShape(n, 100 * n, samples=n) for n in (1, 8, 16, 64)]
+    alone += [StepShape(0, 0, 1, n, 20 * n, 1, prompt_keys=20) for n in (8, 16, 32, 64)]
+    seen = [Observation(str(i), s, known.device_seconds(s)) for i, s in enumerate(alone)]
+    found = fit_device(seen, RECORDINGS).device
+    assert found["decode_key"] > found["shared_key"] == found["own_key"] > 0
+    on_cpu = fit_device(seen, Recordings()).device
+    assert on_cpu["own_key"] == 0 and on_cpu["shared_key"] == on_cpu["decode_key"] > 0
 
 
 def test_the_fit_does_not_follow_a_few_steps_that_contradict_the_others() -> None:
