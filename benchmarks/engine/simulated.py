@@ -55,7 +55,8 @@ def generate(
     params: list[SamplingParams],
     use_tqdm: bool,
 ) -> list[RequestOutput]:
-    """As `LLM.generate`."""
+    """As `LLM.generate`. What it does beside adding requests and steps is for the most part done before the steps."""
+    clock.now += intake.call + intake.answer * len(prompts)
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         own = own.changed(output_kind=RequestOutputKind.FINAL_ONLY)
         core.add_request(f"virtual {i}", prompt["prompt_token_ids"], own)

@@ -30,9 +30,9 @@ from nanovllm.models.checkpoint import read_json
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
 from nanovllm.simulate.fit import (
     Observation,
+    fit_counts,
     fit_device,
     fit_host,
-    fit_intake,
     non_negative_least_squares,
     residuals,
 )
@@ -83,7 +83,7 @@ def run(options: Namespace) -> bool:
 def measure_scenes(
     contender: Contender, scenes: list[str], grid: dict[str, Any], options: Namespace, overlapped: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Medians over the repetitions of each point; and what else the process told: machine, intake, KV cache."""
+    """Medians over the repetitions of each point; and what else the process told: machine, intake, calls, KV cache."""
     # A GPU computes while this thread does not: only on a CPU is its CPU time that of a step.
     clock = choose_clock(options.device, 1)
     arguments = {"grid": grid, "scenes": scenes, "overlapped": overlapped, "clock": clock}
@@ -119,7 +119,9 @@ def make_card(
 ) -> Card:
     """The factors that explain the points, with all that says where they are from."""
     architecture, itemsize = read_architecture(model)
-    machine, intake = told["machine"], [(*added, added[-1]) for added in told["intake"]]
+    machine = told["machine"]
+    request, token = fit_counts([(*added, added[-1]) for added in told["intake"]])
+    call, answer = fit_counts([(1, *called) for called in told["calls"]])
     cpu = machine["device"] == "cpu"
     card = Card(
         card="cpu" if cpu else harness.card_slug(machine["device"]),
@@ -131,7 +133,7 @@ def make_card(
         rates=rates,
         kv_tokens=told["kv_tokens"],
         time=NOT_FITTED,
-        intake=IntakeTime(*fit_intake(intake), told["wake"]),
+        intake=IntakeTime(request, token, told["wake"], call, answer),
         server=server,
         all_reduce={},
         residuals={},
@@ -225,8 +227,9 @@ def describe(card: Card) -> str:
     lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
     lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
     lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
-    request, token, wake = (1e6 * seconds for seconds in card.intake)
+    request, token, wake, call, answer = (1e6 * seconds for seconds in card.intake)
     lines.append(f"  intake: {request:.3g} us per request, {token:.3g} us per token of its prompt")
+    lines.append(f"  a call of generate: {call:.3g} us more, and {answer:.3g} us more per request")
     lines.append(f"  the first step after a pause: {wake:.3g} us more")
     lines.append(f"  server: {', '.join(f'{1e6 * v:.3g} us per {n}' for n, v in card.server._asdict().items())}")
     lines.append(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count, cycle, product
 from typing import Any, NamedTuple, Self
 
-from benchmarks.lib.process import CLOCKS, ClockName, Engine
+from benchmarks.lib.process import CLOCKS, ClockName, Engine, random_prompts
 from nanovllm.engine.plan import StepHandle, StepPlan, StepResult
 from nanovllm.simulate.step_shape import StepShape, shape_of
 from nanovllm.structured_outputs import StructuredOutputsParams
@@ -33,6 +33,7 @@ GRID: dict[str, Any] = {
     "shared": SHARED,
     "masked": [1, 8, 64],
     "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
+    "calls": [1, 8, 32],
     "steps": 12,
     "pauses": 12,
     "most_tokens": 2**19,  # of all sequences of a batch together
@@ -46,6 +47,7 @@ QUICK_GRID: dict[str, Any] = {
     "shared": {"beginnings": [256], "numbers": [1, 2], "batches": [4, 16], "prompts": [4], "own": 32},
     "masked": [1, 4],
     "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},
+    "calls": [1, 8],
     "steps": 5,
     "pauses": 3,
     "most_tokens": 2**13,
@@ -300,6 +302,27 @@ class Bench:
             found.append(statistics.median(seconds))
         return max(0.0, found[1] - found[0])
 
+    def calls(self) -> list[tuple[int, float, float]]:
+        """Of calls of `LLM.generate` for one token each: the number of requests, by how many seconds the call takes
+        longer than to add these requests and compute their steps, and all its seconds."""
+        self.overlap(self.overlapped)
+        found = []
+        for number in self.grid["calls"]:
+            whole, own = [], []
+            for _ in range(self.grid["pauses"]):
+                prompts = random_prompts([64] * number, -1 - next(self._seeds), self.grid["highest_id"])
+                start = self._now()
+                self.engine.generate(prompts, [1] * number)
+                whole.append(self._now() - start)
+                self.add([64] * number, 1)
+                start = self._now()
+                while self.core.has_unfinished():
+                    self.core.advance()
+                own.append(self._now() - start + self.intake.pop()[-1])
+            seconds = statistics.median(whole)
+            found.append((number, max(0.0, seconds - statistics.median(own)), seconds))
+        return found
+
     def guesses(self) -> Iterator[dict[str, Any]]:
         """Verification of guesses, whatever they are."""
         grid, scheduler = self.grid["guesses"], self.core.scheduler
@@ -352,15 +375,15 @@ def mean_shape(steps: list[Step]) -> list[int]:
 def measure(
     engine: Engine, repeats: int, grid: dict[str, Any], scenes: list[str], overlapped: bool, clock: ClockName
 ) -> list[Any]:
-    """In the process of the engine: of each repetition the points, the intake and `wake`, and the KV cache's size in
-    tokens."""
+    """In the process of the engine: of each repetition the points, the intake, `calls` and `wake`, and the KV cache's
+    size in tokens."""
     bench = Bench(engine, grid, overlapped, clock)
     kv_tokens = bench.default.num_kv_blocks * bench.default.kvcache_block_size
     repetitions = []
     for repeat in range(-1, repeats):  # the first is for warming up: kernels are compiled for the sizes of steps
         found = [point for scene in scenes for point in getattr(bench, scene)()]
         if repeat >= 0:
-            intake = bench.intake
-            repetitions.append({"points": found, "kv_tokens": kv_tokens, "intake": intake, "wake": bench.wake()})
+            told = {"intake": bench.intake, "calls": bench.calls(), "wake": bench.wake()}
+            repetitions.append({"points": found, "kv_tokens": kv_tokens, **told})
         bench.intake = []
     return repetitions

@@ -159,10 +159,10 @@ def fit_host(steps: Sequence[tuple[StepShape, float, float]]) -> dict[str, float
     return dict(zip(HOST_TERMS, map(float, non_negative_least_squares(a, b)), strict=True))
 
 
-def fit_intake(added: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
-    """Seconds per request and per token of its prompt. added: requests, tokens of all their prompts, seconds that this
-    took, and seconds of all that was measured with it, to which the error is relative."""
-    whole = np.array([seconds for *_, seconds in added])
-    a = np.array([[number, tokens] for number, tokens, _, _ in added]) / whole[:, None]
-    request, token = non_negative_least_squares(a, np.array([seconds for _, _, seconds, _ in added]) / whole)
-    return float(request), float(token)
+def fit_counts(measured: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
+    """Seconds per each of two counts. measured: both counts, seconds that they took, and seconds of all that was
+    measured with them, to which the error is relative."""
+    whole = np.array([seconds for *_, seconds in measured])
+    a = np.array([counts for *counts, _, _ in measured]) / whole[:, None]
+    first, second = non_negative_least_squares(a, np.array([seconds for *_, seconds, _ in measured]) / whole)
+    return float(first), float(second)

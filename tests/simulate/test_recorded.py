@@ -11,7 +11,7 @@ from benchmarks.lib import harness, tables
 from benchmarks.serving import drive
 from benchmarks.serving import simulated as serving_simulated
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
+from nanovllm.simulate.costs import CARDS, Card, IntakeTime, ServerTime, StepShape, load_costs
 from nanovllm.simulate.needs import Needs
 
 CARD = Card.read(CARDS / "h200.qwen3-0.6b.json")
@@ -71,6 +71,15 @@ def test_gaps_of_async_llm(row: dict[str, Any], tmp_path: Path) -> None:
     found = serving_simulated.simulate(costs, asked, resolved, 1, ServerTime(**row.get("server", {})))
     assert found["tokens_per_second"] == pytest.approx(measured["tokens_per_second"], rel=0.05)
     assert found["gap_p50"] == pytest.approx(measured["gap_p50"], rel=0.1)
+
+
+def test_a_call_takes_time_beside_its_steps() -> None:
+    costs = load_costs("h200", SHAPE)
+
+    def seconds(intake: IntakeTime) -> float:
+        return simulated.VirtualEngine(costs, 10_000, intake).timed([[n] * 10 for n in range(3)], [2] * 3)
+
+    assert seconds(IntakeTime(call=1.0, answer=0.1)) == pytest.approx(seconds(IntakeTime()) + 1.3)
 
 
 @pytest.mark.slow

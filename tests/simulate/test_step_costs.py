@@ -14,7 +14,7 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
-from nanovllm import AsyncLLM
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.ports import free_port
@@ -29,6 +29,7 @@ TINY: dict[str, Any] = {
     "shared": {"beginnings": [32], "numbers": [1, 2], "batches": [4], "prompts": [2], "own": 8},
     "masked": [1],
     "guesses": {"batches": [2], "numbers": [1, 3], "context": 16},
+    "calls": [1, 3],
     "steps": 3,
     "pauses": 1,
     "most_tokens": 2**11,
@@ -69,6 +70,21 @@ def test_a_grid_has_the_steps_that_it_names(model: Path, overlapped: bool) -> No
     beside = shapes["2 decodes beside chunks of 8, 1"]
     assert (beside.decodes, beside.prompts, beside.prompt_tokens) == (2, 1, 8)
     assert any(point["host"] is not None for point in found.values())
+
+
+def test_what_a_call_takes_beside_its_requests_and_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = LLM.prepare
+
+    def slow(llm: LLM, params: SamplingParams) -> SamplingParams:
+        time.sleep(0.02)
+        return prepare(llm, params)
+
+    monkeypatch.setattr(LLM, "prepare", slow)  # which only `generate` calls
+    engine = Engine("nanovllm", str(model), OPTIONS, 0.0)
+    found = step_scenes.Bench(engine, TINY, False, "wall").calls()
+    engine.llm.close()
+    assert [number for number, _, _ in found] == [1, 3]
+    assert all(0.015 * number < more < whole for number, more, whole in found)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nanovllm.simulate.fit import (
     Observation,
+    fit_counts,
     fit_device,
     fit_host,
-    fit_intake,
     non_negative_least_squares,
     residuals,
 )
@@ -159,7 +159,7 @@ def test_the_fit_of_the_host() -> None:
 
 def test_the_fit_of_the_intake() -> None:
     added = [(n, n * length, n * 3e-5 + n * length * 2e-7, 1.0) for n in (1, 8, 30) for length in (10, 1000)]
-    assert fit_intake(added) == pytest.approx((3e-5, 2e-7))
+    assert fit_counts(added) == pytest.approx((3e-5, 2e-7))
 
 
 def test_least_squares_without_negative_factors() -> None:
