@@ -60,6 +60,7 @@ class ServerTime(NamedTuple):
     engine_token: float = 0.0  # per token, in the engine's process: it lengthens the host's share of a step
     api_token: float = 0.0  # per token, in an API process, from the end of the step to the client
     engine_step: float = 0.0  # per step, as `engine_token`
+    api_step: float = 0.0  # per step, as `api_token`
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class Replica:
     def _delay(self, delivered: Tokens) -> float:
         """From the end of a step to the client: an API process sends the step's tokens one after the other, so that the
         middle one waits for half of them."""
-        return self.server.api_token * (len(delivered) + 1) / 2
+        return self.server.api_step + self.server.api_token * (len(delivered) + 1) / 2
 
     @property
     def speculates(self) -> bool:

@@ -150,6 +150,7 @@ def test_what_a_query_costs_beside_its_steps() -> None:
     assert finished(server=ServerTime(engine_token=0.5)) == [(2.5, 5.0)] * 3
     assert finished(server=ServerTime(engine_step=0.5)) == [(1.5, 3.0)] * 3
     assert finished(server=ServerTime(api_token=0.5)) == [(2.0, 3.0)] * 3, "the middle one of three"
+    assert finished(server=ServerTime(api_step=0.5)) == [(1.5, 2.5)] * 3
 
 
 def test_a_replica_that_was_idle_is_slow_at_first() -> None:

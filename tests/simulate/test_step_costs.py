@@ -170,7 +170,8 @@ def test_a_step_that_no_card_can_compute_so_fast_is_left_out() -> None:
 
 def test_what_http_costs_is_measured() -> None:
     found = mock.server_time(seconds=1)
-    assert 0 < found["api_token"] < 0.01 and 0 < found["engine_token"] < 0.01 and 0 <= found["request"] < 0.1
+    assert 0 < found["api_token"] < 0.01 and 0 < found["engine_step"] < 0.01 and 0 <= found["request"] < 0.1
+    assert 0 <= found["engine_token"] < 1e-4 and 0 <= found["api_step"] < 0.01
 
 
 def test_what_callers_of_async_llm_cost_is_measured() -> None:
