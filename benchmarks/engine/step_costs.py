@@ -26,7 +26,6 @@ from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
 from nanovllm.graphs.sizes import MAX_READ, MAX_REPLAYED, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
-from nanovllm.models.checkpoint import read_json
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
 from nanovllm.simulate.fit import (
     Observation,
@@ -40,8 +39,8 @@ from nanovllm.simulate.needs import Needs, read_architecture
 from nanovllm.simulate.step_shape import StepShape
 from nanovllm.simulate.step_time import Kind, Recordings, StepTime
 
-MOST_SEQUENCES = 512  # of the recordings that a card describes
-GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": 256}
+MOST_SEQUENCES = 512  # the engine's default
+GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": MOST_SEQUENCES}
 CPU_ENGINE: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_gib": 0.25}
 RECORDINGS = Recordings(
     decodes=tuple(batch_sizes(MOST_SEQUENCES, 0)),
@@ -50,6 +49,7 @@ RECORDINGS = Recordings(
     max_read=MAX_READ,
     max_sequences=MOST_SEQUENCES + 1,
     max_operations=OPERATIONS_WHILE_LAUNCHING,
+    chunk_weight=2,
 )
 NOT_FITTED = StepTime(((0, 0.0),), {}, {})
 
@@ -132,7 +132,7 @@ def make_card(
         source=f"a grid of {len(points)} steps",
         rates=rates,
         kv_tokens=told["kv_tokens"],
-        time=NOT_FITTED,
+        time=NOT_FITTED if cpu else replace(NOT_FITTED, recordings=RECORDINGS.for_model(architecture, itemsize)),
         intake=IntakeTime(request, token, told["wake"], call, answer),
         server=server,
         all_reduce={},
@@ -145,10 +145,9 @@ def make_card(
 
 
 def fitted(card: Card) -> Card:
-    """The card with the factors that explain its points best."""
+    """The card with the factors that explain its points best. Its recordings are those of the measured engine."""
     cpu = card.machine["device"] == "cpu"
-    needs = Needs(card.architecture, card.itemsize)
-    recordings = Recordings() if cpu else RECORDINGS.for_model(card.architecture, card.itemsize)
+    needs, recordings = Needs(card.architecture, card.itemsize), card.time.recordings
     points = [with_its_launches(p, recordings) for p in card.points]
     # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
     known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
@@ -245,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("engine.step_costs", __doc__)
     parser.add_argument("card", type=Path, metavar="FILE", help="of a card")
     path: Path = parser.parse_args(arguments).card
-    card = fitted(Card.from_json(read_json(path) | {"time": NOT_FITTED.as_json()}))
+    card = fitted(Card.read(path))
     print(describe(card), f"written: {card.write(path.parent)}", sep="\n")
 
 

@@ -21,7 +21,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.tokenizer import Tokenizer
 
-DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192]}
+DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512], "contexts": [128, 512, 2048, 8192]}
 CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
 MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "context": 512}
 SHARED = {"beginnings": [2048, 8192], "numbers": [1, 4], "batches": [8, 32, 128, 256], "prompts": [8, 32], "own": 128}

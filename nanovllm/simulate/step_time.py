@@ -71,7 +71,7 @@ class Recordings:
     for, a row of padding included. max_operations: of the matrix products of a layer; a step with prompts that has more
     is not recorded.
     layer_operations, layer_key_bytes: operations, and bytes of keys and values, of a token in a layer. These depend on
-    the model.
+    the model. chunk_weight: how often each key of a chunk counts for `max_read`.
     """
 
     decodes: tuple[int, ...] = ()
@@ -82,6 +82,7 @@ class Recordings:
     max_operations: float = 0.0
     layer_operations: float = 0.0
     layer_key_bytes: float = 1.0
+    chunk_weight: int = 1
 
     def for_model(self, model: Architecture, itemsize: int) -> "Recordings":
         layers = model.num_hidden_layers
@@ -112,13 +113,19 @@ class Recordings:
         several = shape.prompts or shape.guesses
         most = self.max_several if several else self.decodes[-1]
         padded = padded_to(self.decodes, tokens)
-        if tokens <= most and shape.prompt_pairs <= self.max_keys:
+        if tokens <= most and (not several or self.read_keys(shape) <= self.max_keys):
             return padded, Kind.DECODES
         # Rows that are launched one by one are not padded. They count as if they were, so that more work never counts
         # as less: what they cost is launching.
         padded = max(padded, padded_to(self.prompts, tokens))
         launched = tokens > self.largest or sequences_of(shape) > self.max_sequences
         return padded, Kind.LAUNCHED if launched else Kind.PROMPTS
+
+    def read_keys(self, shape: StepShape) -> float:
+        """The keys that are read for sequences with several tokens, if each token reads the whole context of its chunk:
+        exact for one chunk, and about as many for several."""
+        chunks = min(shape.prompt_tokens * shape.prompt_keys, 2 * shape.prompt_pairs)
+        return self.chunk_weight * chunks + (shape.decode_keys + shape.shared_keys if shape.guesses else 0)
 
 
 def sequences_of(shape: StepShape) -> int:

@@ -64,14 +64,26 @@ def test_a_step_is_padded_to_its_recording_or_launched() -> None:
     assert run(StepShape(decodes=89, prompts=1, prompt_tokens=1)) == (96, Kind.DECODES)  # each token is a decode
     assert run(StepShape(decodes=9, guesses=90)) == (128, Kind.LAUNCHED)  # too many tokens for that
     assert run(StepShape(prompts=1, prompt_tokens=65)) == (72, Kind.DECODES)
-    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4000)) == (72, Kind.DECODES)
-    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4001)) == (128, Kind.PROMPTS)  # reads too much
+    two = StepShape(prompts=2, prompt_tokens=65, prompt_pairs=2000, prompt_keys=62)
+    assert run(two) == (72, Kind.DECODES)
+    assert run(two._replace(prompt_pairs=2001)) == (128, Kind.PROMPTS)  # reads too much
     assert run(StepShape(decodes=9, prompts=1, prompt_tokens=100)) == (128, Kind.PROMPTS)
     assert run(StepShape(decodes=63, prompts=1, prompt_tokens=50)) == (128, Kind.LAUNCHED)  # no room for a padding row
     assert run(StepShape(prompts=1, prompt_tokens=513)) == (513, Kind.LAUNCHED)
     costly = replace(RECORDINGS, layer_operations=5e3)
     assert costly.run(StepShape(prompts=1, prompt_tokens=257)) == (512, Kind.LAUNCHED)
     assert Recordings().run(StepShape(decodes=300)) == (300, Kind.DECODES)
+
+
+def test_steps_that_read_too_much_for_a_recording_of_decodes() -> None:
+    """Keys of a chunk may count twice. Those of guesses count once, and those of plain decodes not at all."""
+    chunk = StepShape(0, 0, 1, 40, 40 * 30 + 820, prompt_keys=70)  # 40 tokens behind 30: each reads up to 70 keys
+    twice = replace(RECORDINGS, chunk_weight=2)
+    assert RECORDINGS.read_keys(chunk) == 2800 and twice.read_keys(chunk) == 5600
+    assert RECORDINGS.run(chunk) == (40, Kind.DECODES) and twice.run(chunk) == (64, Kind.PROMPTS)
+    assert RECORDINGS.run(StepShape(10, 4001)) == (16, Kind.DECODES)
+    assert RECORDINGS.run(StepShape(10, 3000, guesses=10, shared_keys=1000)) == (24, Kind.DECODES)
+    assert RECORDINGS.run(StepShape(10, 3000, guesses=10, shared_keys=1001)) == (64, Kind.PROMPTS)
 
 
 def test_keys_of_few_tokens_and_of_many() -> None:
