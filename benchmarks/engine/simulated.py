@@ -42,6 +42,7 @@ class VirtualEngine(Engine):
         self.clock = VirtualClock()
         executor = SimulatedExecutor(costs, self.clock, host_token=0.0, acceptance=0.0, draw=random.Random(0))
         core = LLMEngine(executor, resolved, vocab_size=VOCAB_SIZE, clock=self.clock)
+        executor.scheduler = core.scheduler
         self.make_params = SamplingParams
         self.llm = SimpleNamespace(engine=core, generate=partial(generate, core, self.clock, intake))
 
@@ -54,7 +55,8 @@ def generate(
     params: list[SamplingParams],
     use_tqdm: bool,
 ) -> list[RequestOutput]:
-    """As `LLM.generate`."""
+    """As `LLM.generate`. What it does beside adding requests and steps is for the most part done before the steps."""
+    clock.now += intake.call + intake.answer * len(prompts)
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         own = own.changed(output_kind=RequestOutputKind.FINAL_ONLY)
         core.add_request(f"virtual {i}", prompt["prompt_token_ids"], own)

@@ -26,13 +26,12 @@ from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
 from nanovllm.graphs.sizes import MAX_READ, MAX_REPLAYED, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
-from nanovllm.models.checkpoint import read_json
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
 from nanovllm.simulate.fit import (
     Observation,
+    fit_counts,
     fit_device,
     fit_host,
-    fit_intake,
     non_negative_least_squares,
     residuals,
 )
@@ -40,8 +39,8 @@ from nanovllm.simulate.needs import Needs, read_architecture
 from nanovllm.simulate.step_shape import StepShape
 from nanovllm.simulate.step_time import Kind, Recordings, StepTime
 
-MOST_SEQUENCES = 512  # of the recordings that a card describes
-GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": 256}
+MOST_SEQUENCES = 512  # the engine's default
+GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": MOST_SEQUENCES}
 CPU_ENGINE: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_gib": 0.25}
 RECORDINGS = Recordings(
     decodes=tuple(batch_sizes(MOST_SEQUENCES, 0)),
@@ -50,6 +49,7 @@ RECORDINGS = Recordings(
     max_read=MAX_READ,
     max_sequences=MOST_SEQUENCES + 1,
     max_operations=OPERATIONS_WHILE_LAUNCHING,
+    chunk_weight=2,
 )
 NOT_FITTED = StepTime(((0, 0.0),), {}, {})
 
@@ -66,7 +66,8 @@ def run(options: Namespace) -> bool:
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
     engine = CPU_ENGINE if cpu else GPU_ENGINE
     server = measure_server(2 if options.quick else 6)
-    scenes = ["decodes", "chunks", "mixed", "masked"]
+    # The attention of a CPU copies the keys of each sequence, shared or not
+    scenes = ["decodes", "chunks", "mixed", *([] if cpu else ["shared"]), "masked"]
     points, told = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
     numbers = grid["guesses"]["numbers"]
     guessing = ours(options, "guesses", **engine, speculative={"method": "ngram", "k": max(numbers)})
@@ -82,7 +83,7 @@ def run(options: Namespace) -> bool:
 def measure_scenes(
     contender: Contender, scenes: list[str], grid: dict[str, Any], options: Namespace, overlapped: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Medians over the repetitions of each point; and what else the process told: machine, intake, KV cache."""
+    """Medians over the repetitions of each point; and what else the process told: machine, intake, calls, KV cache."""
     # A GPU computes while this thread does not: only on a CPU is its CPU time that of a step.
     clock = choose_clock(options.device, 1)
     arguments = {"grid": grid, "scenes": scenes, "overlapped": overlapped, "clock": clock}
@@ -118,7 +119,9 @@ def make_card(
 ) -> Card:
     """The factors that explain the points, with all that says where they are from."""
     architecture, itemsize = read_architecture(model)
-    machine, intake = told["machine"], [(*added, added[-1]) for added in told["intake"]]
+    machine = told["machine"]
+    request, token = fit_counts([(*added, added[-1]) for added in told["intake"]])
+    call, answer = fit_counts([(1, *called) for called in told["calls"]])
     cpu = machine["device"] == "cpu"
     card = Card(
         card="cpu" if cpu else harness.card_slug(machine["device"]),
@@ -129,8 +132,8 @@ def make_card(
         source=f"a grid of {len(points)} steps",
         rates=rates,
         kv_tokens=told["kv_tokens"],
-        time=NOT_FITTED,
-        intake=IntakeTime(*fit_intake(intake), told["wake"]),
+        time=NOT_FITTED if cpu else replace(NOT_FITTED, recordings=RECORDINGS.for_model(architecture, itemsize)),
+        intake=IntakeTime(request, token, told["wake"], call, answer),
         server=server,
         all_reduce={},
         residuals={},
@@ -142,10 +145,9 @@ def make_card(
 
 
 def fitted(card: Card) -> Card:
-    """The card with the factors that explain its points best."""
+    """The card with the factors that explain its points best. Its recordings are those of the measured engine."""
     cpu = card.machine["device"] == "cpu"
-    needs = Needs(card.architecture, card.itemsize)
-    recordings = Recordings() if cpu else RECORDINGS.for_model(card.architecture, card.itemsize)
+    needs, recordings = Needs(card.architecture, card.itemsize), card.time.recordings
     points = [with_its_launches(p, recordings) for p in card.points]
     # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
     known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
@@ -224,8 +226,9 @@ def describe(card: Card) -> str:
     lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
     lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
     lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
-    request, token, wake = (1e6 * seconds for seconds in card.intake)
+    request, token, wake, call, answer = (1e6 * seconds for seconds in card.intake)
     lines.append(f"  intake: {request:.3g} us per request, {token:.3g} us per token of its prompt")
+    lines.append(f"  a call of generate: {call:.3g} us more, and {answer:.3g} us more per request")
     lines.append(f"  the first step after a pause: {wake:.3g} us more")
     lines.append(f"  server: {', '.join(f'{1e6 * v:.3g} us per {n}' for n, v in card.server._asdict().items())}")
     lines.append(
@@ -241,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("engine.step_costs", __doc__)
     parser.add_argument("card", type=Path, metavar="FILE", help="of a card")
     path: Path = parser.parse_args(arguments).card
-    card = fitted(Card.from_json(read_json(path) | {"time": NOT_FITTED.as_json()}))
+    card = fitted(Card.read(path))
     print(describe(card), f"written: {card.write(path.parent)}", sep="\n")
 
 

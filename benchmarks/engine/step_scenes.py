@@ -11,26 +11,29 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle, product
 from typing import Any, NamedTuple, Self
 
-from benchmarks.lib.process import CLOCKS, ClockName, Engine
+from benchmarks.lib.process import CLOCKS, ClockName, Engine, random_prompts
 from nanovllm.engine.plan import StepHandle, StepPlan, StepResult
 from nanovllm.simulate.step_shape import StepShape, shape_of
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.tokenizer import Tokenizer
 
-DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192]}
+DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512], "contexts": [128, 512, 2048, 8192]}
 CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
 MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "context": 512}
+SHARED = {"beginnings": [2048, 8192], "numbers": [1, 4], "batches": [8, 32, 128, 256], "prompts": [8, 32], "own": 128}
 GRID: dict[str, Any] = {
     "decodes": DECODES,
     "chunks": CHUNKS,
     "prompts": [1, 2, 8, 32, 128],  # in a step, of all `sizes` that they can share
     "mixed": MIXED,
+    "shared": SHARED,
     "masked": [1, 8, 64],
     "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
+    "calls": [1, 8, 32],
     "steps": 12,
     "pauses": 12,
     "most_tokens": 2**19,  # of all sequences of a batch together
@@ -41,8 +44,10 @@ QUICK_GRID: dict[str, Any] = {
     "chunks": {"sizes": [16, 64, 128, 256, 512, 1024], "contexts": [0, 512]},
     "prompts": [1, 2, 8],
     "mixed": {"batches": [2, 8, 16], "sizes": [16, 64, 256], "context": 64},
+    "shared": {"beginnings": [256], "numbers": [1, 2], "batches": [4, 16], "prompts": [4], "own": 32},
     "masked": [1, 4],
     "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},
+    "calls": [1, 8],
     "steps": 5,
     "pauses": 3,
     "most_tokens": 2**13,
@@ -65,6 +70,7 @@ class Meter:
 
     def __init__(self, core: Any, clock: ClockName) -> None:
         self._now = CLOCKS[clock]
+        self._scheduler = core.scheduler
         self.steps: list[Step] = []
         self._submit, self._commit = core.executor.submit, core.scheduler.commit
         self._submitted: dict[int, tuple[float, StepShape]] = {}
@@ -72,7 +78,7 @@ class Meter:
         core.executor.submit, core.scheduler.commit = self.submit, self.commit
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        self._submitted[plan.step] = self._now(), shape_of(plan)
+        self._submitted[plan.step] = self._now(), shape_of(plan, self._scheduler)
         handle: StepHandle = self._submit(plan)
         return handle
 
@@ -98,15 +104,15 @@ class Bench:
         self._now = CLOCKS[clock]
         self.intake: list[tuple[int, int, float]] = []  # requests, tokens of their prompts, seconds of adding them
 
-    def add(self, lengths: list[int], max_tokens: int, **more: Any) -> None:
-        """Prompts of these lengths that share nothing."""
+    def add(self, lengths: list[int], max_tokens: int, behind: Sequence[list[int]] = ([],), **more: Any) -> None:
+        """Prompts that have so many tokens of their own, each behind one of these beginnings in turn."""
         params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
         draw, ids = random.Random(next(self._seeds)), range(self.grid["highest_id"])
-        prompts = [draw.choices(ids, k=length) for length in lengths]
+        prompts = [before + draw.choices(ids, k=length) for before, length in zip(cycle(behind), lengths, strict=False)]
         start = self._now()
         for prompt in prompts:
             self.core.add_request(str(next(self._ids)), prompt, params)
-        self.intake.append((len(lengths), sum(lengths), self._now() - start))
+        self.intake.append((len(lengths), sum(map(len, prompts)), self._now() - start))
 
     def budget(self, tokens: int | None = None) -> None:
         """Tokens of a step from now on; the engine's own without a number."""
@@ -194,15 +200,45 @@ class Bench:
         running = self.core.scheduler.running
         return running[0].num_computed if running else 0
 
-    def several(self, name: str, prompts: int, length: int) -> Iterator[dict[str, Any]]:
+    def several(self, name: str, prompts: int, length: int, shared: int = 0) -> Iterator[dict[str, Any]]:
         found = []
         for overlapped in dict.fromkeys((self.overlapped, False)):
             self.overlap(overlapped)
-            self.add(3 * spread(prompts, length), 1)
+            self.add(3 * spread(prompts, length), 1, self.beginnings(1, shared))
             self.budget(sum(spread(prompts, length)))
             found.append([s for s in self.advance(5) if s.shape.prompts == prompts])
             self.clear()
         yield from self.paired(name, found)
+
+    def beginnings(self, number: int, length: int) -> list[list[int]]:
+        """So many beginnings of prompts that the prefix cache holds from now on, until `clear`."""
+        draw, ids = random.Random(-1 - next(self._seeds)), range(self.grid["highest_id"])
+        found = [draw.choices(ids, k=length) for _ in range(number)]
+        if length:
+            self.add([1] * number, 1, found)
+            while self.core.has_unfinished():
+                self.core.advance()
+        return found
+
+    def shared(self) -> Iterator[dict[str, Any]]:
+        """Decodes, and prompts, behind long beginnings that several of them have in common. A few are computed more
+        than once if a beginning is no multiple of a block."""
+        grid, room = self.grid["shared"], 4 * self.grid["steps"] + 8
+        own = grid["own"]
+        for length in grid["beginnings"]:
+            longest = length + max(spread(max(grid["batches"]), own)) + room
+            for batch, number in product(grid["batches"], grid["numbers"]):
+                held = number * length + batch * (own + room)
+                if number <= batch <= self.seats and held <= self.pool and longest <= self.longest:
+                    self.add(spread(batch, own), self.longest - longest, self.beginnings(number, length))
+                    self.until_all_decode(batch)
+                    yield from self.steady(f"{batch} decodes behind {number} beginnings of {length}")
+                    self.clear()
+            for prompts in grid["prompts"]:
+                if 3 * prompts * own + length <= self.pool and longest <= self.longest and prompts <= self.seats:
+                    yield from self.several(
+                        f"{prompts} prompts of {own} behind a shared {length}", prompts, own, length
+                    )
 
     def mixed(self) -> Iterator[dict[str, Any]]:
         """A chunk of a prompt beside decodes."""
@@ -266,6 +302,27 @@ class Bench:
             found.append(statistics.median(seconds))
         return max(0.0, found[1] - found[0])
 
+    def calls(self) -> list[tuple[int, float, float]]:
+        """Of calls of `LLM.generate` for one token each: the number of requests, by how many seconds the call takes
+        longer than to add these requests and compute their steps, and all its seconds."""
+        self.overlap(self.overlapped)
+        found = []
+        for number in self.grid["calls"]:
+            whole, own = [], []
+            for _ in range(self.grid["pauses"]):
+                prompts = random_prompts([64] * number, -1 - next(self._seeds), self.grid["highest_id"])
+                start = self._now()
+                self.engine.generate(prompts, [1] * number)
+                whole.append(self._now() - start)
+                self.add([64] * number, 1)
+                start = self._now()
+                while self.core.has_unfinished():
+                    self.core.advance()
+                own.append(self._now() - start + self.intake.pop()[-1])
+            seconds = statistics.median(whole)
+            found.append((number, max(0.0, seconds - statistics.median(own)), seconds))
+        return found
+
     def guesses(self) -> Iterator[dict[str, Any]]:
         """Verification of guesses, whatever they are."""
         grid, scheduler = self.grid["guesses"], self.core.scheduler
@@ -318,15 +375,15 @@ def mean_shape(steps: list[Step]) -> list[int]:
 def measure(
     engine: Engine, repeats: int, grid: dict[str, Any], scenes: list[str], overlapped: bool, clock: ClockName
 ) -> list[Any]:
-    """In the process of the engine: of each repetition the points, the intake and `wake`, and the KV cache's size in
-    tokens."""
+    """In the process of the engine: of each repetition the points, the intake, `calls` and `wake`, and the KV cache's
+    size in tokens."""
     bench = Bench(engine, grid, overlapped, clock)
     kv_tokens = bench.default.num_kv_blocks * bench.default.kvcache_block_size
     repetitions = []
     for repeat in range(-1, repeats):  # the first is for warming up: kernels are compiled for the sizes of steps
         found = [point for scene in scenes for point in getattr(bench, scene)()]
         if repeat >= 0:
-            intake = bench.intake
-            repetitions.append({"points": found, "kv_tokens": kv_tokens, "intake": intake, "wake": bench.wake()})
+            told = {"intake": bench.intake, "calls": bench.calls(), "wake": bench.wake()}
+            repetitions.append({"points": found, "kv_tokens": kv_tokens, **told})
         bench.intake = []
     return repetitions

@@ -35,7 +35,10 @@ from nanovllm.sampling_params import SamplingParams
 
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
-STREAMS, RATE = 16, 10_000  # the load at which a token's cost is measured: a step takes 1.6 ms, as on a busy GPU
+# At these loads the costs of a step and of a token are measured, of the server and of `AsyncLLM`. Steps of the server
+# take 0.8 and 3.2 ms, as on a busy GPU.
+STREAMS, RATE = (8, 32), 10_000
+CALLERS = 4, 24
 SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
@@ -106,7 +109,7 @@ class FakeLLM:
 
 
 def engine_alone(num_streams: int, num_steps: int = 400) -> float:
-    """CPU time of a token in the engine itself, in us: scheduling and committing, as offline."""
+    """CPU seconds of a step in the engine itself, with a token for each stream: scheduling and committing."""
     engine = FakeLLM(1e12).engine
     for i in range(num_streams):
         engine.add_request(str(i), [1] * 16, SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -115,7 +118,7 @@ def engine_alone(num_streams: int, num_steps: int = 400) -> float:
     start = time.process_time()
     for _ in range(num_steps):
         engine.advance()
-    return 1e6 * (time.process_time() - start) / (num_steps * num_streams)
+    return (time.process_time() - start) / num_steps
 
 
 def run_server(options: argparse.Namespace) -> None:
@@ -212,7 +215,7 @@ async def measure(port: int, pids: list[int], options: argparse.Namespace) -> di
     readers = [Reader(options.max_tokens) for _ in range(options.streams)]
     for reader in readers:
         await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)  # type: ignore[misc]
-    await asyncio.sleep(2)
+    await asyncio.sleep(1)
     for reader in readers:
         reader.gaps.clear()
     tokens, chunks = await asyncio.to_thread(generated, port), [reader.num_chunks for reader in readers]
@@ -252,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.server:
         run_server(options) if options.ray is None else run_ray(options)
         return 0
-    print(f"engine alone: {engine_alone(options.streams):.2f} us a token")
+    print(f"engine alone: {1e6 * engine_alone(options.streams) / options.streams:.2f} us a token")
     with serving(options.rate, options.api_servers) as (popen, port):
         pids = children(popen.pid)
         idle = [cpu_seconds(pid) for pid in [popen.pid, *pids]]
@@ -295,10 +298,25 @@ async def first_tokens(port: int, number: int, step_seconds: float) -> float:
 
 
 def server_time(seconds: float) -> dict[str, float]:
-    """What HTTP adds: to a request, until it has its first token, in seconds of the clock; to a token, in seconds of
-    the CPU, at a load that leaves the server time to spare."""
+    """What HTTP adds: to a request, until it has its first token, in seconds of the clock; to a step and to a token, in
+    seconds of the CPU, at two loads that leave the server time to spare. Nearly all that the engine's process does for
+    a step takes as long for few tokens as for many. The API processes of a server share its tokens."""
+    from nanovllm.server.serve import num_api_servers
+
     with serving(RATE) as (popen, port):
-        return added(port, children(popen.pid), STREAMS, RATE, seconds)
+        pids = children(popen.pid)
+        request = asyncio.run(first_tokens(port, 20, 1 / RATE))
+        loads = [(streams, added(port, pids, streams, seconds)) for streams in STREAMS]
+    engine_step, engine_token = line(*((streams, engine) for streams, (engine, _) in loads))
+    api_step, api_token = line(*((streams, api) for streams, (_, api) in loads))
+    own = engine_step + engine_token + api_step + api_token + engine_alone(1)
+    return {
+        "request": max(0.0, request - own),
+        "engine_token": engine_token,
+        "api_token": api_token / num_api_servers(None),
+        "engine_step": engine_step,
+        "api_step": api_step,
+    }
 
 
 def ray_time(port: int, seconds: float) -> dict[str, float]:
@@ -308,26 +326,32 @@ def ray_time(port: int, seconds: float) -> dict[str, float]:
     time."""
     rate = 100
     with started([*SERVER, "--rate", str(rate), "--ray", str(port)], stderr=subprocess.STDOUT) as (popen, _):
-        return added(port, ray_processes(popen.pid), 1, rate, seconds)
+        request = asyncio.run(first_tokens(port, 20, 1 / rate))
+        engine, api = added(port, ray_processes(popen.pid), 1, seconds)
+    return {"request": max(0.0, request), "engine_token": max(0.0, engine), "api_token": api}
 
 
-def added(port: int, pids: list[int], streams: int, rate: float, seconds: float) -> dict[str, float]:
-    """By the names of `server_time`. pids: the engine's process first, then those between it and the clients."""
+def added(port: int, pids: list[int], streams: int, seconds: float) -> tuple[float, float]:
+    """Seconds of the CPU per step, in which each stream has a token: of the engine's process without the engine itself,
+    and of the processes between it and the clients. pids: the engine's process first."""
     asked = argparse.Namespace(streams=streams, max_tokens=1000, seconds=seconds)
-    request = asyncio.run(first_tokens(port, 20, 1 / rate))
     long = asyncio.run(measure(port, pids, asked))
-    engine, api = (sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
-    return {
-        "request": max(0.0, request),
-        "engine_token": 1e-6 * max(0.0, engine - engine_alone(streams)),
-        "api_token": 1e-6 * api,
-    }
+    engine, api = (1e-6 * streams * sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
+    return engine - engine_alone(streams), api
 
 
-async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float]:
+def line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
+    """Seconds per step and per token, by what a step takes with so many tokens; none below 0."""
+    token = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    return max(0.0, few[1] - few[0] * token), token
+
+
+async def async_time(number: int = 20, num_tokens: int = 400) -> dict[str, float]:
     """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
-    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. This work is counted in
-    seconds of the CPU, at a load at which callers take each token by itself."""
+    which one runs at a time. So what callers do for a token keeps the step loop waiting, too, and each step has to
+    pass the right to run from one thread to the other and back. Here steps take no time, so that the two threads alone
+    set the pace. How long a step then takes is measured with few callers and with many: the line through the two has a
+    part per step and a part per token. The engine's own share is taken off."""
     from nanovllm import AsyncLLM
 
     prompt = {"prompt_token_ids": [1] * 16}
@@ -339,16 +363,24 @@ async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float
             first = first or time.perf_counter() - start
         return first
 
-    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, device="cpu", num_kv_blocks=1024) as llm:
+    async def step_seconds(streams: int) -> float:
+        found = []
+        for _ in range(3):
+            start = time.perf_counter()
+            await asyncio.gather(*[answer(num_tokens) for _ in range(streams)])
+            found.append((time.perf_counter() - start) / num_tokens)
+        return statistics.median(found) - engine_alone(streams)
+
+    options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 1024, "async_scheduling": True}
+    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, **options) as llm:
         engine = llm.llm.engine
         real, engine.executor = engine.executor, FakeExecutor(RATE)
         found = [await answer(2) - 1 / RATE for _ in range(number)]
-        start = time.process_time()
-        await asyncio.gather(*[answer(num_tokens) for _ in range(STREAMS)])
-        token = (time.process_time() - start) / (STREAMS * num_tokens)
+        engine.executor = FakeExecutor(1e12)
+        step, token = line(*[(n, await step_seconds(n)) for n in CALLERS])
         engine.executor = real
-    token = max(0.0, token - 1e-6 * engine_alone(STREAMS))
-    return {"request": max(0.0, statistics.median(found)), "engine_token": token, "api_token": token}
+    request = statistics.median(found) - step - token - engine_alone(1)
+    return {"request": max(0.0, request), "engine_token": token, "api_token": token, "engine_step": step}
 
 
 if __name__ == "__main__":

@@ -173,8 +173,9 @@ def table(results: dict[str, Result]) -> list[str]:
     lines += ["", f"Each rate for {result['seconds']:g} s. Costs: {result['source']}."]
     added = {row["where"]: row["server"] for row in result["rows"] if any(row.get("server", {}).values())}
     for title, time in added.items():
-        request, token = 1e3 * time["request"], 1e3 * time["engine_token"]
-        lines[-1] += f" {title} adds {request:.1f} ms to a request and {token:.2f} ms per token to a step."
+        request, step, token = (1e3 * time.get(name, 0.0) for name in ("request", "engine_step", "engine_token"))
+        lines[-1] += f" {title} adds {request:.1f} ms to a request and {token:.2f} ms per token to a step"
+        lines[-1] += f", and {step:.2f} ms to each step." if step else "."
     return [*lines, "", f"Measured on {where}, torch {machine['torch']}; commit {tables.commit(result)}."]
 
 

@@ -36,11 +36,14 @@ HALF_ASLEEP = 0.004  # seconds: a pause of this length costs half of what a long
 
 
 class IntakeTime(NamedTuple):
-    """What adding a request costs the host, in seconds: checking it, and copying its prompt."""
+    """What a request costs the host beside its steps, in seconds. To add it is to check it and to copy its prompt."""
 
     request: float = 0.0
     prompt_token: float = 0.0
     wake: float = 0.0  # after a long pause: a processor that has been idle is slow at first
+    # What else a call of `LLM.generate` takes beside its steps, and for each of its requests: parameters and outputs
+    call: float = 0.0
+    answer: float = 0.0
 
     def wake_seconds(self, idle: float) -> float:
         """Seconds by which the first step takes longer after `idle` seconds without a step."""
@@ -56,6 +59,8 @@ class ServerTime(NamedTuple):
     request: float = 0.0  # in the time to the first token; here all of it passes before the query is queued
     engine_token: float = 0.0  # per token, in the engine's process: it lengthens the host's share of a step
     api_token: float = 0.0  # per token, in an API process, from the end of the step to the client
+    engine_step: float = 0.0  # per step, as `engine_token`
+    api_step: float = 0.0  # per step, as `api_token`
 
 
 @dataclass(frozen=True)

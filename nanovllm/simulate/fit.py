@@ -86,7 +86,8 @@ def fit_device(
     least: what a factor cannot be below, because the card cannot read or multiply faster; "token" is the least slope of
     the table. A step counts less if it is an outlier. The time of a step is the longest of several sums (attention of
     prompts in two ways, or launching). Which sum is the longest follows from the factors, so the choice of sums and the
-    factors are found in turns. Raises ValueError without observations.
+    factors are found in turns. If no step shares keys, a shared key costs as much as one that tokens of one prompt
+    share, and without such tokens as much as any other. Raises ValueError without observations.
     """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
@@ -117,6 +118,8 @@ def fit_device(
     heights = np.cumsum(factors[: len(sizes)] * [1.0, *np.diff(sizes)])
     table = tuple((n, float(height)) for n, height in zip(sizes, heights, strict=True))
     device = dict(zip(DEVICE_TERMS, map(float, factors[len(sizes) : -1]), strict=True))
+    if not any(o.shape.shared_keys for o in observations):
+        device["shared_key"] = device["own_key"] or device["decode_key"]
     return replace(start, table=table, device=device, launch=float(factors[-1]))
 
 
@@ -156,10 +159,10 @@ def fit_host(steps: Sequence[tuple[StepShape, float, float]]) -> dict[str, float
     return dict(zip(HOST_TERMS, map(float, non_negative_least_squares(a, b)), strict=True))
 
 
-def fit_intake(added: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
-    """Seconds per request and per token of its prompt. added: requests, tokens of all their prompts, seconds that this
-    took, and seconds of all that was measured with it, to which the error is relative."""
-    whole = np.array([seconds for *_, seconds in added])
-    a = np.array([[number, tokens] for number, tokens, _, _ in added]) / whole[:, None]
-    request, token = non_negative_least_squares(a, np.array([seconds for _, _, seconds, _ in added]) / whole)
-    return float(request), float(token)
+def fit_counts(measured: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
+    """Seconds per each of two counts. measured: both counts, seconds that they took, and seconds of all that was
+    measured with them, to which the error is relative."""
+    whole = np.array([seconds for *_, seconds in measured])
+    a = np.array([counts for *counts, _, _ in measured]) / whole[:, None]
+    first, second = non_negative_least_squares(a, np.array([seconds for *_, seconds, _ in measured]) / whole)
+    return float(first), float(second)

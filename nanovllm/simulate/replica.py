@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.guesses import DraftModelProposer
 from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.simulate.arrivals import Query
@@ -41,7 +42,7 @@ class VirtualClock:
 class SimulatedExecutor:
     """Steps take their time one after the other, as on a device; what they sample is known at once.
 
-    host_token: seconds of the host per token that is drawn, beside those of `costs`.
+    host_token, host_step: seconds of the host per token that is drawn and per step, beside those of `costs`.
     acceptance: the probability that a guess is right if all before it are.
 
     The host's time passes while a step is submitted. A step begins when it has been submitted, and the step before is
@@ -49,13 +50,21 @@ class SimulatedExecutor:
     """
 
     def __init__(
-        self, costs: StepCosts, clock: VirtualClock, host_token: float, acceptance: float, draw: random.Random
+        self,
+        costs: StepCosts,
+        clock: VirtualClock,
+        host_token: float,
+        acceptance: float,
+        draw: random.Random,
+        host_step: float = 0.0,
     ) -> None:
         self.costs = costs
         self.clock = clock
         self.host_token = host_token
+        self.host_step = host_step
         self.acceptance = acceptance
         self.draw = draw
+        self.scheduler: Scheduler | None = None  # the engine's, which knows which keys are shared; without it none are
         self.added = -1  # key of the sequence that was added last
         self.removed: list[int] = []  # keys of sequences that are over; whoever reads them clears the list
         self.delivered: Tokens = {}  # by the step that was collected last
@@ -72,9 +81,9 @@ class SimulatedExecutor:
     def close(self) -> None: ...
 
     def submit(self, plan: StepPlan) -> "SimulatedStep":
-        shape = shape_of(plan)
+        shape = shape_of(plan, self.scheduler)
         seconds = self.costs.device_seconds(shape)
-        self.clock.now += self.costs.host_seconds(shape) + self.host_token * shape.samples
+        self.clock.now += self.costs.host_seconds(shape) + self.host_step + self.host_token * shape.samples
         self._free = max(self._free, self.clock.now) + seconds
         self.busy_seconds += seconds
         self.num_steps += 1
@@ -160,8 +169,9 @@ class Replica:
         self.server = server
         self.clock = VirtualClock()
         draw = random.Random(f"{seed} {number}")
-        self.executor = SimulatedExecutor(costs, self.clock, server.engine_token, acceptance, draw)
+        self.executor = SimulatedExecutor(costs, self.clock, server.engine_token, acceptance, draw, server.engine_step)
         self.engine = LLMEngine(self.executor, config, vocab_size=vocab_size, clock=self.clock)
+        self.executor.scheduler = self.engine.scheduler
         if self.engine.scheduler.proposer is not None:  # the text is random, and has no n-gram twice
             self.engine.scheduler.proposer = DraftModelProposer()
         self.in_turn = False
@@ -261,7 +271,7 @@ class Replica:
     def _delay(self, delivered: Tokens) -> float:
         """From the end of a step to the client: an API process sends the step's tokens one after the other, so that the
         middle one waits for half of them."""
-        return self.server.api_token * (len(delivered) + 1) / 2
+        return self.server.api_step + self.server.api_token * (len(delivered) + 1) / 2
 
     @property
     def speculates(self) -> bool:

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.scheduler import Scheduler
 
 
 class StepShape(NamedTuple):
     """Counts of a step. A step that has no less of anything takes no less time (`StepTime`)."""
 
     decodes: int = 0  # sequences that compute one known token and sample
-    decode_keys: int = 0  # keys that those read: the sum of their contexts, once more for each guess
+    decode_keys: int = 0  # keys that those read: the sum of their contexts, once more for each guess, less shared_keys
     prompts: int = 0  # sequences with a chunk of a prompt, or of what is computed anew after a preemption
     prompt_tokens: int = 0  # tokens of those chunks
     prompt_pairs: int = 0  # pairs of a query and a key that those tokens see
@@ -17,10 +18,14 @@ class StepShape(NamedTuple):
     guesses: int = 0  # guessed tokens that are verified
     masked: int = 0  # sequences with structured outputs among those that draw
     prompt_keys: int = 0  # the longest context of those chunks: its keys are walked through one tile after the other
+    shared_keys: int = 0  # that decodes read from blocks which another sequence of the step has read before them
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """The counts of a plan. A last chunk of one token counts as a decode: it computes the same."""
+def shape_of(plan: StepPlan, scheduler: Scheduler | None = None) -> StepShape:
+    """The counts of a plan. A last chunk of one token counts as a decode: it computes the same.
+
+    scheduler: that has made this plan, and no later one. It knows which keys are shared; without it none are.
+    """
     # Nearly all are plain decodes: no guesses, and a pair for each key. So these are counted together.
     starts = [s[2] for s in plan.scheduled if s[3] == 1 and s[4]]
     decodes = samples = len(starts)
@@ -42,6 +47,20 @@ def shape_of(plan: StepPlan) -> StepShape:
             prompt_tokens += known
             prompt_pairs += pairs
             prompt_keys = max(prompt_keys, start + num_tokens)
+    shared_keys = 0
+    if scheduler is not None and decodes > 1:
+        # Others that run have their part in what is shared. This is exact where all share one beginning
+        shared_keys = num_shared(scheduler) * (decodes - 1) // (len(scheduler.running) - 1)
+        shared_keys = min(decode_keys, shared_keys)
+        decode_keys -= shared_keys
+    masked = len(plan.masked)
     return StepShape(
-        decodes, decode_keys, prompts, prompt_tokens, prompt_pairs, samples, guesses, len(plan.masked), prompt_keys
+        decodes, decode_keys, prompts, prompt_tokens, prompt_pairs, samples, guesses, masked, prompt_keys, shared_keys
     )
+
+
+def num_shared(scheduler: Scheduler) -> int:
+    """Keys that running sequences have in common: all in their block tables, less those in the blocks in use."""
+    blocks = scheduler.blocks
+    held = sum([len(seq.block_table) for seq in scheduler.running])
+    return (held - blocks.num_blocks + blocks.num_free) * blocks.block_size

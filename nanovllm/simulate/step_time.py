@@ -2,7 +2,8 @@
 
 The tokens that are computed, padding included, cost what a table says: reading the weights, and the matrix products.
 Recorded sizes have kernels of their own, so no line would go through all of them. Attention of decodes reads their
-keys. With few keys the programs spend more time waiting for memory than reading, so the first keys cost more. Attention
+keys. With few keys the programs spend more time waiting for memory than reading, so the first keys cost more. Keys that
+several sequences share are read from memory once, and then from the device's cache, which is quicker. Attention
 of prompts is a sum: a time for all pairs of a query and a key, and one for walking through the keys of the longest
 context.
 
@@ -40,6 +41,7 @@ DEVICE_TERMS = {
     "masked_step": "layers",  # once, if there is any mask: the step is two recordings, and waits for the masks between
     "masked": "vocabulary",
     "sample": "head",
+    "shared_key": "keys",  # found in the device's cache
 }
 FIRST_KEYS = 4096
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
@@ -69,7 +71,7 @@ class Recordings:
     for, a row of padding included. max_operations: of the matrix products of a layer; a step with prompts that has more
     is not recorded.
     layer_operations, layer_key_bytes: operations, and bytes of keys and values, of a token in a layer. These depend on
-    the model.
+    the model. chunk_weight: how often each key of a chunk counts for `max_read`.
     """
 
     decodes: tuple[int, ...] = ()
@@ -80,6 +82,7 @@ class Recordings:
     max_operations: float = 0.0
     layer_operations: float = 0.0
     layer_key_bytes: float = 1.0
+    chunk_weight: int = 1
 
     def for_model(self, model: Architecture, itemsize: int) -> "Recordings":
         layers = model.num_hidden_layers
@@ -110,13 +113,19 @@ class Recordings:
         several = shape.prompts or shape.guesses
         most = self.max_several if several else self.decodes[-1]
         padded = padded_to(self.decodes, tokens)
-        if tokens <= most and shape.prompt_pairs <= self.max_keys:
+        if tokens <= most and (not several or self.read_keys(shape) <= self.max_keys):
             return padded, Kind.DECODES
         # Rows that are launched one by one are not padded. They count as if they were, so that more work never counts
         # as less: what they cost is launching.
         padded = max(padded, padded_to(self.prompts, tokens))
         launched = tokens > self.largest or sequences_of(shape) > self.max_sequences
         return padded, Kind.LAUNCHED if launched else Kind.PROMPTS
+
+    def read_keys(self, shape: StepShape) -> float:
+        """The keys that are read for sequences with several tokens, if each token reads the whole context of its chunk:
+        exact for one chunk, and about as many for several."""
+        chunks = min(shape.prompt_tokens * shape.prompt_keys, 2 * shape.prompt_pairs)
+        return self.chunk_weight * chunks + (shape.decode_keys + shape.shared_keys if shape.guesses else 0)
 
 
 def sequences_of(shape: StepShape) -> int:
@@ -164,14 +173,14 @@ class StepTime:
         """How long the device is busy with a step."""
         factors: tuple[float, ...] = self._device  # type: ignore[attr-defined]
         tokens, kind = self.recordings.run(shape)
-        seconds = self.of_tokens(tokens) + factors[0] * shape.decode_keys
-        first = self.recordings.first_keys
-        seconds += factors[1] * (shape.decode_keys if shape.decode_keys < first else first)
+        seconds = self.of_tokens(tokens) + factors[0] * shape.decode_keys + factors[12] * shape.shared_keys
+        first, keys = self.recordings.first_keys, shape.decode_keys + shape.shared_keys
+        seconds += factors[1] * (keys if keys < first else first)
         seconds += factors[11] * shape.samples
         if self.experts:
             seconds += self.experts * (1 - (1 - self.chosen_share) ** tokens)
         if kind is not Kind.DECODES:
-            seconds += factors[2] * shape.decode_keys
+            seconds += factors[2] * keys
             if sequences_of(shape) > FEW_SEQUENCES:
                 seconds += factors[7]
         if shape.prompts:
@@ -199,13 +208,10 @@ class StepTime:
         tokens, kind = self.recordings.run(shape)
         beside = kind is not Kind.DECODES
         many = float(beside and sequences_of(shape) > FEW_SEQUENCES)
-        keys = [
-            shape.decode_keys,
-            min(shape.decode_keys, self.recordings.first_keys),
-            beside * shape.decode_keys,
-            shape.prompts,
-        ]
+        all_keys = shape.decode_keys + shape.shared_keys
+        keys = [shape.decode_keys, min(all_keys, self.recordings.first_keys), beside * all_keys, shape.prompts]
         rest = [many, float(shape.guesses > 0), float(shape.masked > 0), shape.masked, shape.samples]
+        rest.append(shape.shared_keys)
         found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest])]
         if own := self.own_keys(shape):
             found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest]))
@@ -281,7 +287,9 @@ class StepTime:
         sizes = {name: tuple(raw["recordings"][name]) for name in ("decodes", "prompts")}
         recordings = Recordings(**{**raw["recordings"], **sizes})
         table = tuple((int(n), float(seconds)) for n, seconds in raw["table"])
-        return cls(table, raw["device"], raw["host"], raw["launch"], recordings)
+        # Where nobody knows better, a shared key costs as much as any other.
+        device = {"shared_key": raw["device"].get("decode_key", 0.0)} | raw["device"]
+        return cls(table, device, raw["host"], raw["launch"], recordings)
 
 
 def line_at(rows: Sequence[tuple[int, float]], place: float) -> float:

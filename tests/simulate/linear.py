@@ -25,7 +25,11 @@ class Linear:
     host: float = 2e-4
 
     def device_seconds(self, shape: StepShape) -> float:
-        work = self.decode * shape.decodes + self.key * shape.decode_keys + self.prompt_token * shape.prompt_tokens
+        work = (
+            self.decode * shape.decodes
+            + self.key * (shape.decode_keys + shape.shared_keys)
+            + self.prompt_token * shape.prompt_tokens
+        )
         return self.slower * (self.step + work + self.decode * shape.guesses)
 
     def host_seconds(self, shape: StepShape) -> float:

@@ -100,6 +100,27 @@ def test_guesses_and_the_keys_that_each_of_them_reads() -> None:
     assert found[1] == StepShape(decodes=1, decode_keys=8 + 9 + 10, samples=1, guesses=2)
 
 
+def test_keys_that_sequences_share_count_once_as_read() -> None:
+    """Three prompts with the same 8 tokens, which are two blocks; the first is computed before the others come."""
+    executor = Plans()
+    config = EngineConfig(num_kv_blocks=64, kvcache_block_size=4, max_model_len=100, async_scheduling=False)
+    engine = LLMEngine(executor, config, vocab_size=1000)
+    shapes = []
+    for number in range(4):
+        if number < 3:
+            ids = [*range(8), 100 + number, 200 + number]
+            engine.add_request(str(number), ids, SamplingParams(max_tokens=9, ignore_eos=True))
+        engine.advance()
+        shapes.append(shape_of(executor.plans[-1], engine.scheduler))
+    assert [(s.decodes, s.prompts, s.decode_keys, s.shared_keys) for s in shapes] == [
+        (0, 1, 0, 0),
+        (1, 1, 11, 0),
+        (2, 1, 12 + 11 - 8, 8),
+        (3, 0, 13 + 12 + 11 - 16, 16),
+    ]
+    assert shape_of(executor.plans[-1]) == shapes[-1]._replace(decode_keys=36, shared_keys=0)
+
+
 def test_rows_with_masks() -> None:
     plan = StepPlan(0, [Scheduled(7, 0, 4, 1, True, ()), Scheduled(8, 1, 9, 1, True, ())], masked=[8])
     assert shape_of(plan) == StepShape(decodes=2, decode_keys=15, samples=2, masked=1)
@@ -137,6 +158,15 @@ def test_a_card_survives_its_file(cards: Path) -> None:
     assert Card.read(path) == card()
 
 
+def test_a_card_that_knows_nothing_of_shared_keys(cards: Path) -> None:
+    [path] = cards.iterdir()
+    raw = json.loads(path.read_text())
+    del raw["time"]["device"]["shared_key"]
+    time = Card.from_json(raw).time
+    alone = StepShape(decodes=8, decode_keys=800, samples=8)
+    assert time.device_seconds(alone._replace(decode_keys=100, shared_keys=700)) == time.device_seconds(alone)
+
+
 def test_a_measured_model_has_its_own_factors(cards: Path) -> None:
     found = load_costs("x1", "tiny")
     assert found.measured and found.source == "measured on x1 (a grid of 3 steps)"
@@ -149,7 +179,7 @@ def test_another_model_costs_in_proportion(cards: Path, tmp_path: Path) -> None:
     deeper = write_config(tmp_path / "deeper", replace(SMALL, num_hidden_layers=8))
     found = load_costs("x1", deeper)
     assert not found.measured and "derived from tiny" in found.source
-    for name in ("decode_key", "prompt_pair", "prompt_key", "own_key"):
+    for name in ("decode_key", "prompt_pair", "prompt_key", "own_key", "shared_key"):
         assert found.time.device[name] == pytest.approx(2 * KNOWN.device[name])
     assert found.time.launch == 2 * KNOWN.launch and found.time.device["masked"] == KNOWN.device["masked"]
     needs, more = Needs(SMALL, 2), Needs(replace(SMALL, num_hidden_layers=8), 2)

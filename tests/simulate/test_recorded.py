@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,16 @@ from benchmarks.lib import harness, tables
 from benchmarks.serving import drive
 from benchmarks.serving import simulated as serving_simulated
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
+from nanovllm.simulate.costs import CARDS, Card, IntakeTime, ServerTime, StepShape, load_costs
 from nanovllm.simulate.needs import Needs
 
 CARD = Card.read(CARDS / "h200.qwen3-0.6b.json")
-RUNS = {run.contender if run.result in ("mixed", "tensor_parallel") else run.result: run for run in simulated.RUNS}
+RUNS = {(run.result, run.contender): run for run in simulated.RUNS}
 
 
-def rows_of(*names: str) -> dict[tuple[str, str], float]:
+def rows_of(*runs: simulated.Compared) -> dict[tuple[str, str], float]:
     """How far each metric is off, in percent."""
-    rows = simulated.compare("h200", harness.RESULTS, [RUNS[name] for name in names])
+    rows = simulated.compare("h200", harness.RESULTS, runs)
     return {(row["scenario"], row["metric"]): simulated.off_by(row) for row in rows}
 
 
@@ -33,7 +34,7 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
     """The card is of a later engine than the records of small batches and of mixed traffic: in its own points, which
     were measured, a decode of batch 1 takes an eighth less. Once the records are of the card's commit, all bounds hold
     on both sides."""
-    small, mixed = rows_of("latency"), rows_of("default budget")
+    small, mixed = rows_of(RUNS["latency", "nanovllm"]), rows_of(RUNS["mixed", "default budget"])
     for name, found in ("latency", small), ("mixed", mixed):
         for (scenario, metric), off in found.items():
             is_time = metric in ("ms_per_token", "gap_p50_ms")
@@ -43,27 +44,47 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
     assert abs(small["batch 8", "ms_per_token"]) < 5
 
 
-@pytest.mark.parametrize("rate", [8, 32, 64])
-def test_gaps_of_async_llm(rate: int, tmp_path: Path) -> None:
-    """Beside a run of `benchmarks.serving.simulated` at the card's own commit. With more than 64 requests a second the
-    callers count as well. Their time on that machine is not known."""
-    record = tables.load("serving_simulated.h200", harness.RESULTS)
-    assert record["commit"] == CARD.commit
-    [measured] = [row["measured"] for row in record["rows"] if (row["where"], row["rate"]) == ("AsyncLLM", rate)]
+def test_a_shared_prefix() -> None:
+    """If the keys that are shared were read from memory, decodes would take nearly twice as long. The records are of an
+    engine that launched prompts beside more than 63 sequences kernel by kernel."""
+    found = rows_of(RUNS["prefix", "nanovllm"])
+    rates = [off for (_, metric), off in found.items() if metric == "requests_per_second"]
+    assert len(rates) == 2 and all(fits("prefix", -off, 10, quicker=30) for off in rates)
+
+
+ASYNC = tables.load("serving_simulated.h200", harness.RESULTS)
+# With more than 64 requests a second the callers count as well: the record has to say what they cost on that machine
+ROWS = [row for row in ASYNC["rows"] if row["where"] == "AsyncLLM" and (row["rate"] <= 64 or "server" in row)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['rate']:g}")
+def test_gaps_of_async_llm(row: dict[str, Any], tmp_path: Path) -> None:
+    """Beside a run of `benchmarks.serving.simulated` at the card's own commit."""
+    assert ASYNC["commit"] == CARD.commit
+    measured = row["measured"]
     config = json.loads((SHAPE / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 49_152}))
     costs = load_costs("h200", tmp_path)
     options = EngineConfig(num_kv_blocks=4000, kvcache_block_size=256, max_model_len=4096, async_scheduling=True)
     resolved = options.resolve(on_gpu=True, model_max_len=4096)
-    asked = drive.arrivals(rate, record["seconds"], 1, gpu=True)
-    found = serving_simulated.simulate(costs, asked, resolved, 1, ServerTime())
+    asked = drive.arrivals(row["rate"], ASYNC["seconds"], 1, gpu=True)
+    found = serving_simulated.simulate(costs, asked, resolved, 1, ServerTime(**row.get("server", {})))
     assert found["tokens_per_second"] == pytest.approx(measured["tokens_per_second"], rel=0.05)
     assert found["gap_p50"] == pytest.approx(measured["gap_p50"], rel=0.1)
 
 
+def test_a_call_takes_time_beside_its_steps() -> None:
+    costs = load_costs("h200", SHAPE)
+
+    def seconds(intake: IntakeTime) -> float:
+        return simulated.VirtualEngine(costs, 10_000, intake).timed([[n] * 10 for n in range(3)], [2] * 3)
+
+    assert seconds(IntakeTime(call=1.0, answer=0.1)) == pytest.approx(seconds(IntakeTime()) + 1.3)
+
+
 @pytest.mark.slow
 def test_the_headline() -> None:
-    [off] = rows_of("throughput").values()
+    [off] = rows_of(RUNS["throughput", "nanovllm"]).values()
     assert abs(off) < 5
 
 

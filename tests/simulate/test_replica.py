@@ -15,7 +15,7 @@ from nanovllm.simulate.arrivals import VOCAB_SIZE, Query
 from nanovllm.simulate.costs import HALF_ASLEEP, IntakeTime, ServerTime
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Replica
-from nanovllm.simulate.step_shape import shape_of
+from nanovllm.simulate.step_shape import StepShape, shape_of
 from tests.simulate.linear import Linear, config, fleet, synthetic
 
 Planned = tuple[float, list[Scheduled]]  # a step: when it was over, and what it computed
@@ -148,7 +148,27 @@ def test_what_a_query_costs_beside_its_steps() -> None:
     assert finished(intake=IntakeTime(0.5, 0.1)) == [(pytest.approx(5.5), pytest.approx(6.5))] * 3
     assert finished(intake=IntakeTime(wake=0.5)) == [(1.0, 2.0)] * 3, "nothing was idle before"
     assert finished(server=ServerTime(engine_token=0.5)) == [(2.5, 5.0)] * 3
+    assert finished(server=ServerTime(engine_step=0.5)) == [(1.5, 3.0)] * 3
     assert finished(server=ServerTime(api_token=0.5)) == [(2.0, 3.0)] * 3, "the middle one of three"
+    assert finished(server=ServerTime(api_step=0.5)) == [(1.5, 2.5)] * 3
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_replica_knows_which_keys_its_sequences_share(enable_prefix_caching: bool) -> None:
+    seen: list[StepShape] = []
+
+    class Seen(Linear):
+        def device_seconds(self, shape: StepShape) -> float:
+            seen.append(shape)
+            return super().device_seconds(shape)
+
+    replica = Replica(0, config(enable_prefix_caching=enable_prefix_caching), Seen(), vocab_size=VOCAB_SIZE)
+    for number in range(3):  # two blocks that are the same, and the rest of their own
+        replica.add(Query(number, 0.0, [*range(32), *[number] * 8], max_tokens=20), 0.0)
+        for _ in range(3):
+            replica.end_turn(replica.begin_turn(0.0) or 0.0, Histogram())
+    shared = [shape.shared_keys for shape in seen if shape.decodes == 3]
+    assert len(shared) > 1 and shared == [2 * 32 * enable_prefix_caching] * len(shared)
 
 
 def test_a_replica_that_was_idle_is_slow_at_first() -> None:

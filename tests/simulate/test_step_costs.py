@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.ports import free_port
@@ -24,8 +26,10 @@ TINY: dict[str, Any] = {
     "chunks": {"sizes": [8, 16], "contexts": [0, 24]},
     "prompts": [2],
     "mixed": {"batches": [2], "sizes": [8], "context": 16},
+    "shared": {"beginnings": [32], "numbers": [1, 2], "batches": [4], "prompts": [2], "own": 8},
     "masked": [1],
     "guesses": {"batches": [2], "numbers": [1, 3], "context": 16},
+    "calls": [1, 3],
     "steps": 3,
     "pauses": 1,
     "most_tokens": 2**11,
@@ -66,6 +70,34 @@ def test_a_grid_has_the_steps_that_it_names(model: Path, overlapped: bool) -> No
     beside = shapes["2 decodes beside chunks of 8, 1"]
     assert (beside.decodes, beside.prompts, beside.prompt_tokens) == (2, 1, 8)
     assert any(point["host"] is not None for point in found.values())
+
+
+def test_what_a_call_takes_beside_its_requests_and_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = LLM.prepare
+
+    def slow(llm: LLM, params: SamplingParams) -> SamplingParams:
+        time.sleep(0.02)
+        return prepare(llm, params)
+
+    monkeypatch.setattr(LLM, "prepare", slow)  # which only `generate` calls
+    engine = Engine("nanovllm", str(model), OPTIONS, 0.0)
+    found = step_scenes.Bench(engine, TINY, False, "wall").calls()
+    engine.llm.close()
+    assert [number for number, _, _ in found] == [1, 3]
+    assert all(0.015 * number < more < whole for number, more, whole in found)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_grid_of_shared_keys(model: Path, overlapped: bool) -> None:
+    """All but the first sequence behind a beginning share its 32 keys."""
+    found = points_of(model, ["shared"], overlapped, async_scheduling=overlapped)
+    shapes = {name: StepShape(*point["shape"]) for name, point in found.items()}
+    one, two = (shapes[f"4 decodes behind {number} beginnings of 32"] for number in (1, 2))
+    assert (one.decodes, one.shared_keys) == (4, 3 * 32) and (two.decodes, two.shared_keys) == (4, 2 * 32)
+    assert 32 + 4 * 8 < one.decode_keys < 32 + 4 * 40 and one.decode_keys + 32 == pytest.approx(two.decode_keys, abs=8)
+    chunk = shapes["2 prompts of 8 behind a shared 32, 1"]
+    assert (chunk.prompts, chunk.prompt_tokens, chunk.shared_keys) == (2, 16, 0)
+    assert chunk.prompt_pairs == sum(32 * n + n * (n + 1) // 2 for n in step_scenes.spread(2, 8))
 
 
 def test_a_grid_of_guesses(model: Path) -> None:
@@ -138,12 +170,27 @@ def test_a_step_that_no_card_can_compute_so_fast_is_left_out() -> None:
 
 def test_what_http_costs_is_measured() -> None:
     found = mock.server_time(seconds=1)
-    assert 0 < found["api_token"] < 0.01 and 0 < found["engine_token"] < 0.01 and 0 <= found["request"] < 0.1
+    assert 0 < found["api_token"] < 0.01 and 0 < found["engine_step"] < 0.01 and 0 <= found["request"] < 0.1
+    assert 0 <= found["engine_token"] < 1e-4 and 0 <= found["api_step"] < 0.01
 
 
 def test_what_callers_of_async_llm_cost_is_measured() -> None:
     found = asyncio.run(mock.async_time(number=2, num_tokens=50))
-    assert 0 < found["api_token"] == found["engine_token"] < 0.01 and 0 < found["request"] < 0.1
+    assert 0 < found["api_token"] == found["engine_token"] < 0.01
+    assert 0 <= found["request"] < 0.1 and 0 <= found["engine_step"] < 0.01
+
+
+def test_what_the_step_loop_waits_for_counts_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of callers, and though it takes no time of the CPU."""
+    publish = AsyncLLM._publish
+
+    def late(llm: AsyncLLM) -> None:
+        time.sleep(0.002)
+        publish(llm)
+
+    monkeypatch.setattr(AsyncLLM, "_publish", late)
+    found = asyncio.run(mock.async_time(number=2, num_tokens=50))
+    assert 0.0015 < found["engine_step"] < 0.02 and found["engine_token"] < 0.001
 
 
 @pytest.mark.slow
@@ -186,9 +233,10 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
     machine = {"device": "cpu", "processor": "any", "cores": 2, "torch": "any"}
     commit = {"hash": "any", "modified": False}
     result = {"rows": [row], "machine": machine, "commit": commit, "seconds": 1.0, "source": "any"}
-    assert f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step." in "".join(
-        simulated.table({"serving_simulated": result})
-    )
+    added = f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step"
+    assert f"{added}." in "".join(simulated.table({"serving_simulated": result}))
+    row["server"] = {**measured, "engine_step": 0.003}
+    assert f"{added}, and 3.00 ms to each step." in "".join(simulated.table({"serving_simulated": result}))
 
 
 def test_figures_of_answers() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nanovllm.simulate.fit import (
     Observation,
+    fit_counts,
     fit_device,
     fit_host,
-    fit_intake,
     non_negative_least_squares,
     residuals,
 )
@@ -22,7 +22,7 @@ from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordin
 RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 96, 4000, 64, 1e6, 1e3)
 factor = st.floats(0, 1e-3)
 numbers = st.integers(0, 2000)
-shapes = st.builds(StepShape, *[numbers] * 9)
+shapes = st.builds(StepShape, *[numbers] * 10)
 chunks = st.builds(  # of up to 150 tokens: beyond 96 tokens, or 4000 keys, they are computed in another way
     lambda tokens, context: StepShape(0, 0, 1, tokens, tokens * context, 0, 0, 0, context),
     st.integers(1, 150),
@@ -64,14 +64,26 @@ def test_a_step_is_padded_to_its_recording_or_launched() -> None:
     assert run(StepShape(decodes=89, prompts=1, prompt_tokens=1)) == (96, Kind.DECODES)  # each token is a decode
     assert run(StepShape(decodes=9, guesses=90)) == (128, Kind.LAUNCHED)  # too many tokens for that
     assert run(StepShape(prompts=1, prompt_tokens=65)) == (72, Kind.DECODES)
-    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4000)) == (72, Kind.DECODES)
-    assert run(StepShape(prompts=1, prompt_tokens=65, prompt_pairs=4001)) == (128, Kind.PROMPTS)  # reads too much
+    two = StepShape(prompts=2, prompt_tokens=65, prompt_pairs=2000, prompt_keys=62)
+    assert run(two) == (72, Kind.DECODES)
+    assert run(two._replace(prompt_pairs=2001)) == (128, Kind.PROMPTS)  # reads too much
     assert run(StepShape(decodes=9, prompts=1, prompt_tokens=100)) == (128, Kind.PROMPTS)
     assert run(StepShape(decodes=63, prompts=1, prompt_tokens=50)) == (128, Kind.LAUNCHED)  # no room for a padding row
     assert run(StepShape(prompts=1, prompt_tokens=513)) == (513, Kind.LAUNCHED)
     costly = replace(RECORDINGS, layer_operations=5e3)
     assert costly.run(StepShape(prompts=1, prompt_tokens=257)) == (512, Kind.LAUNCHED)
     assert Recordings().run(StepShape(decodes=300)) == (300, Kind.DECODES)
+
+
+def test_steps_that_read_too_much_for_a_recording_of_decodes() -> None:
+    """Keys of a chunk may count twice. Those of guesses count once, and those of plain decodes not at all."""
+    chunk = StepShape(0, 0, 1, 40, 40 * 30 + 820, prompt_keys=70)  # 40 tokens behind 30: each reads up to 70 keys
+    twice = replace(RECORDINGS, chunk_weight=2)
+    assert RECORDINGS.read_keys(chunk) == 2800 and twice.read_keys(chunk) == 5600
+    assert RECORDINGS.run(chunk) == (40, Kind.DECODES) and twice.run(chunk) == (64, Kind.PROMPTS)
+    assert RECORDINGS.run(StepShape(10, 4001)) == (16, Kind.DECODES)
+    assert RECORDINGS.run(StepShape(10, 3000, guesses=10, shared_keys=1000)) == (24, Kind.DECODES)
+    assert RECORDINGS.run(StepShape(10, 3000, guesses=10, shared_keys=1001)) == (64, Kind.PROMPTS)
 
 
 def test_keys_of_few_tokens_and_of_many() -> None:
@@ -95,7 +107,8 @@ def test_launching_is_a_floor_and_no_addition() -> None:
 KNOWN = StepTime(
     ((1, 7e-4), (64, 8e-4), (128, 9e-4), (512, 1.4e-3), (3000, 4e-3)),
     {"decode_key": 2.6e-8, "first_key": 2e-8, "key_beside_prompts": 1e-8, "prompt": 4e-6, "prompt_pair": 2e-10}
-    | {"prompt_key": 4e-7, "own_key": 1e-8, "many_sequences": 3e-4, "guess_step": 1e-4, "masked": 5e-5},
+    | {"prompt_key": 4e-7, "own_key": 1e-8, "many_sequences": 3e-4, "guess_step": 1e-4, "masked": 5e-5}
+    | {"shared_key": 1.1e-8},
     {"step": 5e-5, "sequence": 2e-6, "prompt_token": 0.0, "sample": 1e-6},
     0.009,
     RECORDINGS,
@@ -111,8 +124,8 @@ def drawn(count: int) -> list[StepShape]:
         keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
         guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
         of_prompts = prompts, tokens, tokens * context
-        longest = context * (prompts > 0)
-        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest))
+        longest, shared = context * (prompts > 0), draw.choice([0, 0, keys])
+        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest, shared))
     return [shape for shape in found if shape.samples]
 
 
@@ -125,8 +138,19 @@ def test_the_fit_finds_a_known_cost_in_noisy_points() -> None:
     for shape in drawn(60):
         assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
     assert found.launch == pytest.approx(KNOWN.launch, rel=0.02)
-    for name in "decode_key", "prompt_key":
+    for name in "decode_key", "prompt_key", "shared_key":
         assert found.device[name] == pytest.approx(KNOWN.device[name], rel=0.05)
+
+
+def test_without_steps_that_share_keys_these_cost_as_much_as_those_of_one_prompt() -> None:
+    known = replace(KNOWN, device={"decode_key": 1e-6, "own_key": 4e-7})
+    alone = [StepShape(n, 100 * n, samples=n) for n in (1, 8, 16, 64)]
+    alone += [StepShape(0, 0, 1, n, 20 * n, 1, prompt_keys=20) for n in (8, 16, 32, 64)]
+    seen = [Observation(str(i), s, known.device_seconds(s)) for i, s in enumerate(alone)]
+    found = fit_device(seen, RECORDINGS).device
+    assert found["decode_key"] > found["shared_key"] == found["own_key"] > 0
+    on_cpu = fit_device(seen, Recordings()).device
+    assert on_cpu["own_key"] == 0 and on_cpu["shared_key"] == on_cpu["decode_key"] > 0
 
 
 def test_the_fit_does_not_follow_a_few_steps_that_contradict_the_others() -> None:
@@ -147,7 +171,7 @@ def test_the_fit_of_the_host() -> None:
 
 def test_the_fit_of_the_intake() -> None:
     added = [(n, n * length, n * 3e-5 + n * length * 2e-7, 1.0) for n in (1, 8, 30) for length in (10, 1000)]
-    assert fit_intake(added) == pytest.approx((3e-5, 2e-7))
+    assert fit_counts(added) == pytest.approx((3e-5, 2e-7))
 
 
 def test_least_squares_without_negative_factors() -> None:
