@@ -4,7 +4,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,17 @@ def compiled(grammars: TokenGrammars, **params: Any) -> TokenMatcher:
     return grammars.compile(StructuredOutputsParams(**params))
 
 
+def filled(grammars: TokenGrammars, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytes:
+    """The masks, in memory where others stood before."""
+    number = sum(len(guesses) + 1 for _, guesses in wanted)
+    masks = np.random.default_rng(number).integers(-(2**31), 2**31, (number, -(-grammars.vocab_size // 32)), np.int32)
+    grammars.fill(wanted, masks)
+    return masks.tobytes()
+
+
 def allowed(grammars: TokenGrammars, matcher: TokenMatcher, *guesses: int) -> list[set[int]]:
     """The ids of each mask."""
-    words = np.frombuffer(grammars.fill([(matcher, guesses)]), dtype=np.uint8)
+    words = np.frombuffer(filled(grammars, [(matcher, guesses)]), dtype=np.uint8)
     bits = np.unpackbits(words, bitorder="little").reshape(len(guesses) + 1, -1)
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -187,6 +195,14 @@ def test_padding_is_never_allowed(grammars: TokenGrammars) -> None:
     assert 7 in ids and max(ids) < SIZE
 
 
+def test_a_model_with_fewer_tokens_than_its_tokenizer_has_masks_of_its_own_width(tokenizer: Tokenizer) -> None:
+    whole = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
+    for size in SIZE - 10, 1001:
+        cut = TokenGrammars(tokenizer, size, {EOS}, num_threads=1)
+        [found], [every] = (allowed(of, compiled(of, regex="[a-z ]+")) for of in (cut, whole))
+        assert found == {i for i in every if i < size} != every
+
+
 def test_lark_and_gbnf_are_told_apart(grammars: TokenGrammars) -> None:
     for grammar in ('start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'):
         matcher = compiled(grammars, grammar=grammar)
@@ -235,10 +251,10 @@ def test_masks_of_many_outputs_are_those_of_each(grammars: TokenGrammars) -> Non
     kinds: list[dict[str, Any]] = [{"regex": "[a-c]+x"}, {"choice": ["Tom", "Anna"]}, {"json_object": True}]
     matchers = [compiled(grammars, **kind) for kind in kinds] * 5
     guesses: list[list[int]] = [[], [], list(grammars.tokenizer.encode("{"))] * 5
-    alone = b"".join(grammars.fill([one]) for one in zip(matchers, guesses, strict=True))
-    assert grammars.fill([*zip(matchers[:3], guesses[:3], strict=True)]) == alone[: len(alone) // 5]
+    alone = b"".join(filled(grammars, [one]) for one in zip(matchers, guesses, strict=True))
+    assert filled(grammars, [*zip(matchers[:3], guesses[:3], strict=True)]) == alone[: len(alone) // 5]
     copies = [matcher.copy() for matcher in matchers]
-    assert grammars.fill([*zip(copies, guesses, strict=True)]) == alone
+    assert filled(grammars, [*zip(copies, guesses, strict=True)]) == alone
 
 
 def test_a_copy_goes_its_own_way(grammars: TokenGrammars) -> None:
@@ -279,7 +295,7 @@ def test_a_grammar_whose_every_step_takes_much_memory_is_an_error(grammars: Toke
     matcher = compiled(grammars, regex="|".join(f"(a{{{n}}})*" for n in range(50, 2050)))
     a = grammars.tokenizer.encode("a")[0]
     assert matcher.accept(a) is None
-    grammars.fill([(matcher, ())])
+    filled(grammars, [(matcher, ())])
     assert "too many expressions" in str(matcher.accept(a))
 
 
@@ -288,7 +304,7 @@ def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGram
     matcher = compiled(grammars, regex="a{100000}")
     a, start = grammars.tokenizer.encode("a")[0], time.thread_time()
     for _ in range(50):
-        grammars.fill([(matcher, ())])
+        filled(grammars, [(matcher, ())])
         assert matcher.accept(a) is None
     assert time.thread_time() - start < 1
 
@@ -331,11 +347,11 @@ def test_a_grammar_that_is_asked_for_again_gets_several_roots(tokenizer: Tokeniz
     for i, matcher in enumerate(matchers):
         assert i % 3 == 0 or matcher.accept([a, c][i % 2]) is None
     matchers += [matchers[1].copy(), matchers[2].copy()]
-    words = grammars.fill([(matcher, ()) for matcher in matchers])
+    words = filled(grammars, [(matcher, ()) for matcher in matchers])
     size = len(words) // len(matchers)
-    alone = [grammars.fill([(matcher, ())]) for matcher in matchers]
+    alone = [filled(grammars, [(matcher, ())]) for matcher in matchers]
     assert [words[i * size : (i + 1) * size] for i in range(len(matchers))] == alone
-    assert len(set(map(bytes, alone))) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
+    assert len(set(alone)) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
 
 
 def test_grammars_that_are_all_in_use_do_not_take_each_other_s_roots(
@@ -381,5 +397,5 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_any_number_of_threads_fills(threads: None, tokenizer: Tokenizer) -> None:
     fresh = TokenGrammars(tokenizer, SIZE, {EOS})
     matchers = [compiled(fresh, regex=f"{letter}b*") for letter in "abcdefgh"]
-    words = fresh.fill([(matcher, ()) for matcher in matchers])
-    assert words == b"".join(fresh.fill([(matcher, ())]) for matcher in matchers)
+    words = filled(fresh, [(matcher, ()) for matcher in matchers])
+    assert words == b"".join(filled(fresh, [(matcher, ())]) for matcher in matchers)
