@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Masks = NDArray[np.int32]
 
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
+MOST_ROOTS = 48  # of one grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
@@ -123,8 +124,8 @@ class TokenGrammars:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self.num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-        # Of a grammar. With one root per thread, a thread with long masks would keep the others waiting.
-        self.num_roots = 2 * self.num_threads if self.num_threads > 1 else 1
+        # Of a grammar. The fewer there are, the more often a thread waits for a root that another thread works with.
+        self.num_roots = min(MOST_ROOTS, 4 * self.num_threads) if self.num_threads > 1 else 1
         self._lock = Lock()  # guards what follows
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._num_asked = 0  # requests so far
@@ -152,7 +153,7 @@ class TokenGrammars:
             elif found is not None:
                 found.last_asked = self._num_asked
                 self._compiled.move_to_end(params)
-                if len(found) >= self.num_roots or not self._has_room():
+                if len(found) >= self.num_roots or not self._has_room(found):
                     return found.copy()
         try:
             root = self._compile(params)
@@ -161,25 +162,31 @@ class TokenGrammars:
                 raise
             raise RuntimeError(f"structured_outputs.{params.kind}: llguidance has failed: {error}") from error
         with self._lock:
-            if (found := self._compiled.get(params)) is None:
+            if is_new := (found := self._compiled.get(params)) is None:
                 found = self._compiled[params] = Roots(root)
                 found.last_asked = self._num_asked
             elif len(found) < self.num_roots:
                 found.add(root)
             while sum(map(len, self._compiled.values())) > MAX_COMPILED and len(self._compiled) > 1:
                 oldest = next(iter(self._compiled))
-                if len(self._compiled[oldest]) > 1:
-                    self._compiled[oldest].drop()
+                giver = self._compiled[oldest]
+                if not is_new and not self._is_out_of_use(giver):
+                    giver = max(self._compiled.values(), key=len)
+                if len(giver) > 1:
+                    giver.drop()
                 else:
                     del self._compiled[oldest]
         return found.copy()
 
-    def _has_room(self) -> bool:
-        """Whether a grammar may get another root. Grammars that are in use do not take each other's roots: if they did,
-        each would be compiled again and again."""
-        oldest = next(iter(self._compiled.values()))
-        out_of_use = self._num_asked - oldest.last_asked > OUT_OF_USE
-        return out_of_use or sum(map(len, self._compiled.values())) < MAX_COMPILED
+    def _is_out_of_use(self, roots: Roots) -> bool:
+        return self._num_asked - roots.last_asked > OUT_OF_USE
+
+    def _has_room(self, roots: Roots) -> bool:
+        """Whether a grammar may get another root. Among grammars that are in use, one gives a root only to one that has
+        at least two less. If they just took each other's, each would be compiled again and again."""
+        every = list(self._compiled.values())
+        has_room = sum(map(len, every)) < MAX_COMPILED or self._is_out_of_use(every[0])
+        return has_room or max(map(len, every)) > len(roots) + 1
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]], masks: Masks) -> None:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.

@@ -340,9 +340,9 @@ def test_a_grammar_that_is_asked_for_again_gets_several_roots(tokenizer: Tokeniz
     """The copies of one root wait for each other. Whatever root they have, each gets its own mask, in its own place."""
     grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)
     matchers = [compiled(grammars, regex="(ab|cd)+") for _ in range(9)]
-    assert len({id(matcher.roots) for matcher in matchers}) == 1 and len(matchers[0].roots) == 4
-    copies = [matchers[0].copy() for _ in range(8)]  # as of a request with n = 8
-    assert sorted(copy.number for copy in copies) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({id(matcher.roots) for matcher in matchers}) == 1 and len(matchers[0].roots) == 8
+    copies = [matchers[0].copy() for _ in range(16)]  # as of a request with n = 16
+    assert sorted(copy.number for copy in copies) == sorted([*range(8)] * 2)
     a, c = (tokenizer.encode(letter)[0] for letter in "ac")
     for i, matcher in enumerate(matchers):
         assert i % 3 == 0 or matcher.accept([a, c][i % 2]) is None
@@ -354,24 +354,31 @@ def test_a_grammar_that_is_asked_for_again_gets_several_roots(tokenizer: Tokeniz
     assert len(set(alone)) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
 
 
-def test_grammars_that_are_all_in_use_do_not_take_each_other_s_roots(
+def test_grammars_that_are_all_in_use_share_the_roots(
     tokenizer: Tokenizer, compiling: list[StructuredOutputsParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share what is kept, and sooner or later nothing is compiled. What nobody asks for makes room."""
-    monkeypatch.setattr(module, "MAX_COMPILED", 4)
+    """Whoever was first gives some away, and sooner or later nothing is compiled. What nobody asks for makes room."""
+    monkeypatch.setattr(module, "MAX_COMPILED", 8)
     monkeypatch.setattr(module, "OUT_OF_USE", 20)
-    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)  # up to 4 roots of a grammar
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)  # up to 8 roots of a grammar
+    for _ in range(10):
+        found = compiled(grammars, regex="u+")
+    assert len(found.roots) == 8 == len(compiling)
+    for letter in "vwuw":
+        compiled(grammars, regex=letter + "+")
+    sizes = {params.regex: len(roots) for params, roots in grammars._compiled.items()}
+    assert sizes == {"v+": 1, "u+": 5, "w+": 2}, "who has most gives, and not who was asked for longest ago"
     draw = random.Random(0)
     for _ in range(60):
         compiled(grammars, regex=draw.choice("uvw") + "+")
-    assert 4 <= len(compiling) < 10 and len(grammars._compiled) == 3
+    assert len(compiling) < 16 and sorted(map(len, grammars._compiled.values())) == [2, 3, 3]
     del compiling[:]
     for _ in range(30):
         compiled(grammars, regex=draw.choice("uvw") + "+")
     assert not compiling
     for _ in range(30):
         found = compiled(grammars, regex="x+")
-    assert len(found.roots) == 4 == len(compiling)
+    assert len(found.roots) == 8 == len(compiling)
 
 
 def test_many_threads_compile_at_once(tokenizer: Tokenizer) -> None:
