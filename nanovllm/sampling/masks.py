@@ -1,4 +1,4 @@
-"""Has a step's grammars fill their masks, and adds `allowed_token_ids`. A mask has W = ceil(V / 32) words."""
+"""Gathers the masks of a step's grammars on the host, with `allowed_token_ids`. A mask has W = ceil(V / 32) words."""
 
 from collections.abc import Callable, Sequence
 

@@ -189,18 +189,12 @@ def test_eos_is_allowed_exactly_where_the_grammar_may_end(grammars: TokenGrammar
     assert matcher.accept(EOS) is None
 
 
-def test_padding_is_never_allowed(grammars: TokenGrammars) -> None:
-    matcher = compiled(grammars, grammar=f'start: "a" | <[{SIZE + 1}]> | <[7]>')
-    [ids] = allowed(grammars, matcher)
-    assert 7 in ids and max(ids) < SIZE
-
-
-def test_a_model_with_fewer_tokens_than_its_tokenizer_has_masks_of_its_own_width(tokenizer: Tokenizer) -> None:
-    whole = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
-    for size in SIZE - 10, 1001:
-        cut = TokenGrammars(tokenizer, size, {EOS}, num_threads=1)
-        [found], [every] = (allowed(of, compiled(of, regex="[a-z ]+")) for of in (cut, whole))
-        assert found == {i for i in every if i < size} != every
+@pytest.mark.parametrize("size", [SIZE - 10, 1001, PADDED])
+def test_ids_that_model_or_tokenizer_do_not_have_are_never_allowed(tokenizer: Tokenizer, size: int) -> None:
+    """A mask is as wide as the model's vocabulary, whatever the tokenizer has."""
+    grammars, least = TokenGrammars(tokenizer, size, {EOS}, num_threads=1), min(SIZE, size)
+    matcher = compiled(grammars, grammar=f"start: <[7]> | <[{least - 1}]> | <[{max(SIZE, size) - 1}]>")
+    assert allowed(grammars, matcher) == [{7, least - 1}]
 
 
 def test_lark_and_gbnf_are_told_apart(grammars: TokenGrammars) -> None:
@@ -366,15 +360,13 @@ def test_grammars_that_are_all_in_use_share_the_roots(
     assert len(found.roots) == 8 == len(compiling)
     for letter in "vwuw":
         compiled(grammars, regex=letter + "+")
-    sizes = {params.regex: len(roots) for params, roots in grammars._compiled.items()}
-    assert sizes == {"v+": 1, "u+": 5, "w+": 2}, "who has most gives, and not who was asked for longest ago"
+    assert [*map(len, grammars._compiled.values())] == [1, 5, 2], "u gives as it has most, and not v, the oldest"
     draw = random.Random(0)
-    for _ in range(60):
+    for n in range(90):
         compiled(grammars, regex=draw.choice("uvw") + "+")
-    assert len(compiling) < 16 and sorted(map(len, grammars._compiled.values())) == [2, 3, 3]
-    del compiling[:]
-    for _ in range(30):
-        compiled(grammars, regex=draw.choice("uvw") + "+")
+        if n == 60:
+            assert len(compiling) < 16 and sorted(map(len, grammars._compiled.values())) == [2, 3, 3]
+            del compiling[:]
     assert not compiling
     for _ in range(30):
         found = compiled(grammars, regex="x+")
