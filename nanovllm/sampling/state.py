@@ -143,7 +143,7 @@ class SamplingState:
         special = {self.special[row] for row in rows if row in self.special} if self.special else set()
         if not special:
             return None
-        *most, logprobs = zip(*special, strict=True)
+        *most, logprobs = zip(*special, strict=True)  # `num_logprobs` is the last
         largest = max((n for n in logprobs if n is not None), default=None)
         return Needs._make([*map(max, most), largest])
 
