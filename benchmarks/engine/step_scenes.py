@@ -278,7 +278,7 @@ class Bench:
             tokenizer, eos = Tokenizer(self.engine.llm.path), self.core.eos_token_ids
             self.core.grammars = TokenGrammars(tokenizer, self.core.vocab_size, eos)
         else:
-            self.core.grammars = Anything(self.core.vocab_size)
+            self.core.grammars = Anything()
         for batch in self.grid["masked"]:
             self.add([64] * batch, 100, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=GRAMMAR))
             self.intake.pop()  # the first one has compiled the grammar
@@ -343,9 +343,6 @@ def spread(number: int, mean: int) -> list[int]:
 class Anything:
     """`Grammars`, and the matcher of any output, that forbid nothing."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.mask = b"\xff" * (4 * -(-vocab_size // 32))
-
     def compile(self, params: StructuredOutputsParams) -> Self:
         return self
 
@@ -358,8 +355,8 @@ class Anything:
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return len(token_ids)
 
-    def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]]) -> bytearray:
-        return bytearray(self.mask * sum(1 + len(guesses) for _, guesses in wanted))
+    def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]], masks: Any) -> None:
+        masks.fill(-1)
 
 
 class AnyGuesses:

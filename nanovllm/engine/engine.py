@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import count
 
 from nanovllm.config import EngineConfig
@@ -211,7 +212,7 @@ class LLMEngine:
         committed = self._commit_oldest() if self._in_flight else []
         if handle is not None:
             if plan.masked:  # now all tokens before this step's are known, and the device is busy with the model
-                handle.draw(self._fill_masks(plan, handle))
+                handle.draw(self._masks(plan, handle))
             self._in_flight.append((plan, handle))
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
@@ -237,8 +238,8 @@ class LLMEngine:
         plan, handle = self._in_flight.popleft()
         return self.scheduler.commit(plan, handle.result())
 
-    def _fill_masks(self, plan: StepPlan, handle: StepHandle) -> StepMasks:
-        """What the grammars of a step's sequences allow, for those that are not over by now."""
+    def _masks(self, plan: StepPlan, handle: StepHandle) -> StepMasks:
+        """The masks of a step's sequences, for those that are not over by now."""
         assert self.grammars is not None
         guesses = {} if self.scheduler.proposer is None else handle.guesses()
         keys, wanted = [], []
@@ -247,7 +248,8 @@ class LLMEngine:
             if seq is not None and seq.matcher is not None:
                 keys.append(key)
                 wanted.append((seq.matcher, guesses.get(key, ())))
-        return StepMasks(keys, self.grammars.fill(wanted))
+        number = sum(len(given) + 1 for _, given in wanted)
+        return StepMasks(keys, number, partial(self.grammars.fill, wanted))
 
     def _choice_is_over(self, request: Request, seq: Sequence, now: float) -> None:
         self.executor.remove(seq.key)

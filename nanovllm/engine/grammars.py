@@ -1,6 +1,6 @@
 """Structured outputs, as the control plane sees them: who follows an output through its grammar, and who fills masks.
 
-`text/grammars.py` does both. The control plane has no arrays: masks are bytes, which only the data plane reads.
+`text/grammars.py` does both. The control plane has no arrays: masks are written where the data plane wants them.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Grammars(Protocol):
         """At the start of an output. Any thread may call this. Raises ValueError for what cannot be enforced."""
         ...
 
-    def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]]) -> bytearray:
-        """wanted: matchers that `compile` or their `copy` has made, each with guesses. Returns the masks of what may
-        come next in each output, and after each of its guesses: see `StepMasks`. After a guess that is not possible,
+    def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]], masks: Any) -> None:
+        """wanted: matchers that `compile` or their `copy` has made, each with guesses. Writes to `masks` what may come
+        next in each output, and after each of its guesses: see `StepMasks`. After a guess that is not possible,
         anything may come: such a guess is never accepted."""
         ...

@@ -4,9 +4,9 @@ The control plane knows requests, queues, blocks and priorities, and speaks of s
 `Executor`) keeps a copy of each sequence's tokens, appends what it samples, and knows nothing else of requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -70,7 +70,10 @@ class StepMasks(NamedTuple):
     each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, and its token surplus."""
 
     keys: list[int]  # in the order of the plan
-    words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
+    number: int  # of masks
+    # Called once: writes the masks to memory of the data plane, an array [number, W] int32 with W = ceil(V / 32). Bit i
+    # of word w allows token 32 * w + i.
+    fill: Callable[[Any], None]
 
 
 class StepHandle(Protocol):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.decode_steps import NO_TOKENS, DecodeSteps
 from nanovllm.pinned import host_buffers
+from nanovllm.sampling.masks import Masks
 from nanovllm.sampling.sampler import Sampled
 
 # What is recorded: from the numbers [3, B] of a recorded decode step, the rows [B] that get masks, and their
@@ -46,7 +46,7 @@ class MaskedTails:
         self._replays: dict[int, Step] = {}
         for size in self.sizes[::-1]:  # the largest first, as in `DecodeSteps`
             decodes.load(size, NO_TOKENS)
-            self._load(size, [], np.empty((0, width), dtype=np.int32))
+            self._load(size, [], lambda masks: None)
             rows, masks = self._words[: size * (1 + width)].split([size, size * width])
             self._replays[size] = recorder(partial(tail, decodes.numbers[size], rows, masks.view(size, width)))
 
@@ -54,20 +54,20 @@ class MaskedTails:
         """Whether a decode recording computes this work with one token per sequence: then there is a tail for it."""
         return all(s.sample and s.num_tokens == 1 for s in scheduled)
 
-    def replay(self, num_tokens: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> Sampled:
+    def replay(self, num_tokens: int, rows: Sequence[int], fill: Callable[[Masks], None]) -> Sampled:
         """Draw again the `num_tokens` tokens of the decode recording that was replayed last.
 
-        masks [M, W]: of the sequences in `rows`. The sequences in other rows draw the same tokens as before.
+        fill: writes the masks [M, W] of the sequences in `rows`. Those in other rows draw the same tokens as before.
         """
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
-        self._load(size, rows, masks)
+        self._load(size, rows, fill)
         return self._replays[size]().at(slice(num_tokens))
 
-    def _load(self, size: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+    def _load(self, size: int, rows: Sequence[int], fill: Callable[[Masks], None]) -> None:
         """Send rows and masks to the device, in one copy. Masks of an earlier step may follow: for the scratch row."""
-        length = size + masks.size
+        length = size + len(rows) * self.width
         host = next(self._host)[:length]
         array: npt.NDArray[Any] = host.numpy()
+        fill(array[size:].reshape(-1, self.width))
         array[: len(rows)], array[len(rows) : size] = rows, self.scratch_row
-        array[size:].reshape(masks.shape)[:] = masks
         self._words[:length].copy_(host, non_blocking=True)

@@ -1,6 +1,6 @@
 """Gathers the masks of a step's grammars on the host, with `allowed_token_ids`. A mask has W = ceil(V / 32) words."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,38 +8,42 @@ import numpy.typing as npt
 from nanovllm.engine.plan import Scheduled, StepMasks
 from nanovllm.sampling.state import SamplingState, packed
 
+Masks = npt.NDArray[np.int32]
+
 
 def masks_of_rows(
     masks: StepMasks, sampling: Sequence[Scheduled], state: SamplingState
-) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """The rows [M] of the sequences that have a mask, and the masks [M, W]. For steps without guesses."""
+) -> tuple[list[int], Callable[[Masks], None]]:
+    """The rows of the M sequences that have a mask, and what fills their masks [M, W]. For steps without guesses."""
     row_of = {s.key: s.row for s in sampling}
     rows = [row_of[key] for key in masks.keys]
-    found = words_of(masks, len(rows), state)
-    for row, own in zip(rows, found, strict=True):
-        if (ids := state.params[row].allowed_token_ids) is not None:
-            own &= packed(ids, state.vocab_size)
-    return rows, found
+
+    def fill(found: Masks) -> None:
+        masks.fill(found)
+        narrow(found, rows, state)
+
+    return rows, fill
 
 
 def masks_of_tokens(
     masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_], state: SamplingState
-) -> npt.NDArray[np.int32]:
+) -> Masks:
     """The masks [M, W] of those tokens of a step for which `special` [N] is true. N counts a token after each guess."""
     keys = set(masks.keys)
     places = [s for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
     masked = np.array([s.key in keys for s in places])
-    found = words_of(masks, int(masked.sum()), state)
+    found = np.empty((masks.number, state.mask.shape[1]), dtype=np.int32)
+    masks.fill(found)
     if not masked.all():
         spread = np.full((len(places), found.shape[1]), -1, dtype=np.int32)
         spread[masked] = found
         found = spread
-    for s, own in zip(places, found, strict=True):
-        if (ids := state.params[s.row].allowed_token_ids) is not None:
-            own &= packed(ids, state.vocab_size)
+    narrow(found, [s.row for s in places], state)
     return found if special.all() else found[special]
 
 
-def words_of(masks: StepMasks, number: int, state: SamplingState) -> npt.NDArray[np.int32]:
-    """All masks [number, W], cut to W words: a tokenizer may have more tokens than the model."""
-    return np.frombuffer(masks.words, dtype=np.int32).reshape(number, -1)[:, : state.mask.shape[1]]
+def narrow(masks: Masks, rows: Sequence[int], state: SamplingState) -> None:
+    """Take from masks [N, W] what the parameters of their rows [N] rule out."""
+    for place, row in enumerate(rows):
+        if (ids := state.params[row].allowed_token_ids) is not None:
+            masks[place] &= packed(ids, state.vocab_size)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ class SamplingMetadata:
         return SamplingMetadata(self.temperature[part], self.seeds[part], self.indices[part], self.all_greedy)
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What some row of a step asks for beyond its temperature. Known on the host, so that nothing else is launched.
+class Needs(NamedTuple):
+    """What some row of a step asks for beyond its temperature. Known on the host, so that nothing else is launched. A
+    tuple, since those of all rows are compared in each step.
 
     num_candidates: how many of the largest logits decide top_k and top_p. A row is ranked if it has top_k or top_p. If
                     every ranked row has a top_k, the largest top_k; else the size of the vocabulary. 0: none is ranked.
@@ -107,7 +107,7 @@ class SamplingState:
         self.mask = ids(-(-vocab_size // 32))  # [R, ceil(V / 32)], a set bit for each token that is allowed
         # On the host
         self.params = [SamplingParams()] * num_rows
-        self.special: dict[int, SamplingParams] = {}  # the rows for which temperature and seed are not enough
+        self.special: dict[int, Needs] = {}  # of the rows for which temperature and seed are not enough
 
     def install(
         self,
@@ -123,7 +123,7 @@ class SamplingState:
             self.params[row] = p
             self.special.pop(row, None)
             if self._is_special(p):
-                self.special[row] = p
+                self.special[row] = self._needs(p)
             log_min_p = math.log(p.min_p) if p.min_p else -math.inf
             penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
             floats.append((p.temperature, p.top_p, log_min_p, *penalties))
@@ -139,21 +139,13 @@ class SamplingState:
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
         """What these rows ask for beyond temperature and seed; None if none of them asks for anything."""
-        special = [self.special[row] for row in rows if row in self.special] if self.special else []
+        # Most rows of a step ask for the same.
+        special = {self.special[row] for row in rows if row in self.special} if self.special else set()
         if not special:
             return None
-        ranked = [self._top_k(p) for p in special if p.top_p < 1 or self._top_k(p) < self.vocab_size]
-        return Needs(
-            mask=any(p.allowed_token_ids is not None for p in special),
-            num_bad_words=max(len(p.bad_words_ids) for p in special),
-            longest_bad_word=max((len(word) for p in special for word in p.bad_words_ids), default=0),
-            num_stop_ids=max(len(self._stop_ids(p)) for p in special),
-            num_biased=max(len(p.logit_bias or ()) for p in special),
-            penalties=any(map(has_penalties, special)),
-            min_p=any(p.min_p for p in special),
-            num_candidates=max(ranked, default=0),
-            num_logprobs=max((p.logprobs for p in special if p.logprobs is not None), default=None),
-        )
+        *most, logprobs = zip(*special, strict=True)  # `num_logprobs` is the last
+        largest = max((n for n in logprobs if n is not None), default=None)
+        return Needs._make([*map(max, most), largest])
 
     def all_greedy(self, rows: Iterable[int]) -> bool:
         return all(self.params[row].temperature == 0 for row in rows)
@@ -176,6 +168,20 @@ class SamplingState:
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Put sampled tokens [N] where the next step reads them. A bad row's -1 becomes 0, which has an embedding."""
         self.token_ids[rows, positions] = token_ids.clamp(min=0).int()
+
+    def _needs(self, p: SamplingParams) -> Needs:
+        ranked = p.top_p < 1 or self._top_k(p) < self.vocab_size
+        return Needs(
+            mask=p.allowed_token_ids is not None,
+            num_bad_words=len(p.bad_words_ids),
+            longest_bad_word=max(map(len, p.bad_words_ids), default=0),
+            num_stop_ids=len(self._stop_ids(p)),
+            num_biased=len(p.logit_bias or ()),
+            penalties=has_penalties(p),
+            min_p=p.min_p > 0,
+            num_candidates=self._top_k(p) if ranked else 0,
+            num_logprobs=p.logprobs,
+        )
 
     def _top_k(self, p: SamplingParams) -> int:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size

@@ -19,6 +19,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.tokenizer import Tokenizer
@@ -26,7 +27,10 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+Masks = NDArray[np.int32]
+
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
+MOST_ROOTS = 48  # of one grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
@@ -120,8 +124,8 @@ class TokenGrammars:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self.num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-        # Of a grammar. With one root per thread, a thread with long masks would keep the others waiting.
-        self.num_roots = 2 * self.num_threads if self.num_threads > 1 else 1
+        # Of a grammar. The fewer there are, the more often a thread waits for a root that another thread works with.
+        self.num_roots = min(MOST_ROOTS, 4 * self.num_threads) if self.num_threads > 1 else 1
         self._lock = Lock()  # guards what follows
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._num_asked = 0  # requests so far
@@ -130,7 +134,7 @@ class TokenGrammars:
         self._limits: LLParserLimits
         self._threads: LLExecutor
         self._width = 0  # words of a mask
-        self._known: np.ndarray[Any, np.dtype[np.int32]]  # [W] the mask of all ids but the padding
+        self._known: Masks  # [W] the mask of all ids but the padding
 
     def compile(self, params: StructuredOutputsParams) -> TokenMatcher:
         """Compile a grammar. Returns a matcher at the start of an output. Any thread may call this.
@@ -149,7 +153,7 @@ class TokenGrammars:
             elif found is not None:
                 found.last_asked = self._num_asked
                 self._compiled.move_to_end(params)
-                if len(found) >= self.num_roots or not self._has_room():
+                if len(found) >= self.num_roots or not self._has_room(found):
                     return found.copy()
         try:
             root = self._compile(params)
@@ -158,43 +162,54 @@ class TokenGrammars:
                 raise
             raise RuntimeError(f"structured_outputs.{params.kind}: llguidance has failed: {error}") from error
         with self._lock:
-            if (found := self._compiled.get(params)) is None:
+            if is_new := (found := self._compiled.get(params)) is None:
                 found = self._compiled[params] = Roots(root)
                 found.last_asked = self._num_asked
             elif len(found) < self.num_roots:
                 found.add(root)
             while sum(map(len, self._compiled.values())) > MAX_COMPILED and len(self._compiled) > 1:
                 oldest = next(iter(self._compiled))
-                if len(self._compiled[oldest]) > 1:
-                    self._compiled[oldest].drop()
+                giver = self._compiled[oldest]
+                if not is_new and not self._is_out_of_use(giver):
+                    giver = max(self._compiled.values(), key=len)
+                if len(giver) > 1:
+                    giver.drop()
                 else:
                     del self._compiled[oldest]
         return found.copy()
 
-    def _has_room(self) -> bool:
-        """Whether a grammar may get another root. Grammars that are in use do not take each other's roots: if they did,
-        each would be compiled again and again."""
-        oldest = next(iter(self._compiled.values()))
-        out_of_use = self._num_asked - oldest.last_asked > OUT_OF_USE
-        return out_of_use or sum(map(len, self._compiled.values())) < MAX_COMPILED
+    def _is_out_of_use(self, roots: Roots) -> bool:
+        return self._num_asked - roots.last_asked > OUT_OF_USE
 
-    def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
+    def _has_room(self, roots: Roots) -> bool:
+        """Whether a grammar may get another root. Among grammars that are in use, one gives a root only to one that has
+        at least two less. If they just took each other's, each would be compiled again and again."""
+        every = list(self._compiled.values())
+        has_room = sum(map(len, every)) < MAX_COMPILED or self._is_out_of_use(every[0])
+        return has_room or max(map(len, every)) > len(roots) + 1
+
+    def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]], masks: Masks) -> None:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.
 
-        See `StepMasks`. Several threads share the work, without Python's lock. Neighbours go to the same thread, so the
-        copies of a root are made neighbours: threads that wait for each other's root would be slower than one.
+        masks [N, ceil(vocab_size / 32)]: one line for each mask, in order; contiguous. See `StepMasks`.
+
+        Several threads share the work, without Python's lock. Neighbours go to the same thread, so the copies of a root
+        are made neighbours: threads that wait for each other's root would be slower than one.
         """
-        num_masks = sum(len(guesses) + 1 for _, guesses in wanted)
-        words = bytearray(b"\xff") * (4 * num_masks * self._width)
-        masks = np.frombuffer(words, dtype=np.int32).reshape(num_masks, self._width)
+        if masks.shape[1] != self._width:  # the tokenizer has more tokens than the model
+            wider = np.empty((len(masks), self._width), dtype=np.int32)
+            self.fill(wanted, wider)
+            masks[:] = wider[:, : masks.shape[1]]
+            return
         place, plain, guessed = 0, [], []
         for matcher, guesses in wanted:
             if guesses:
                 guessed.append((matcher.ll, place, list(guesses)))
+                masks[place + 1 : place + len(guesses) + 1] = -1  # llguidance stops at a guess that is not possible
             else:
                 plain.append((matcher.number, place, matcher.ll))
             place += len(guesses) + 1
-        where = masks.ctypes.data, 4 * self._width, num_masks
+        where = masks.ctypes.data, 4 * self._width, len(masks)
         if plain:
             plain.sort(key=itemgetter(0))
             self._threads.unsafe_compute_mask_ptr([(ll, place) for _, place, ll in plain], *where)
@@ -202,7 +217,6 @@ class TokenGrammars:
             self._threads.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
         if self._padded < self._width:
             masks[:, self._padded :] &= self._known[self._padded :]
-        return words
 
     def _start(self) -> None:
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer
@@ -237,12 +251,14 @@ class TokenGrammars:
         matcher = LLMatcher(self._ll, text, log_level=0, limits=self._limits)
         first = TokenMatcher(matcher, Roots(matcher), 0)
         # The first mask takes longest, so it is computed here. It also shows whether any first token is allowed.
-        allowed = np.frombuffer(self.fill([(first, ())]), dtype=np.uint8) if not matcher.is_error() else None
-        if allowed is None or matcher.is_error():
+        allowed = np.zeros((1, self._width), dtype=np.int32)
+        if not matcher.is_error():
+            self.fill([(first, ())], allowed)
+        if matcher.is_error():
             raise ValueError(
                 f"{name} cannot be enforced: {reason(matcher.get_error())}; leave that out, or simplify it"
             )
-        ids = set(np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist())
+        ids = set(np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist())
         if not ids - set(self.eos_token_ids):
             raise ValueError(f"{name} allows no output but the empty one; got {getattr(params, params.kind)!r:.100}")
         return matcher

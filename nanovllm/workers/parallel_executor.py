@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.distributed.group import Group, devices_of
@@ -65,6 +66,9 @@ class ParallelStep:
             return self.pending.guesses()
 
     def draw(self, masks: StepMasks) -> None:
+        words = np.empty((masks.number, -(-self.executor.runner.vocab_size // 32)), dtype=np.int32)
+        masks.fill(words)
+        masks = masks._replace(fill=partial(np.copyto, src=words))  # once for all ranks
         with self.executor.team.in_step():
             self.executor.team.tell(masks)
             self.pending.draw(masks)

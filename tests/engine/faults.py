@@ -190,7 +190,7 @@ FAULTS: dict[str, list[Edit]] = {
             LLMEngine,
             "_advance",
             "committed = self._commit_oldest() if self._in_flight else []",
-            "plan.masked and (handle.draw(self._fill_masks(plan, handle)), plan.masked.clear())\n"
+            "plan.masked and (handle.draw(self._masks(plan, handle)), plan.masked.clear())\n"
             "    committed = self._commit_oldest() if self._in_flight else []",
         )
     ],

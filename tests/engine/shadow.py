@@ -72,18 +72,22 @@ class ShadowMatcher:
         return len(token_ids)
 
 
+NO_MASKS = StepMasks([], 0, lambda masks: None)
+
+
 class ShadowGrammars:
     def compile(self, params: StructuredOutputsParams) -> ShadowMatcher:
         return ShadowMatcher()
 
-    def fill(self, wanted: SequenceOf[tuple[ShadowMatcher, SequenceOf[int]]]) -> bytearray:
+    def fill(self, wanted: SequenceOf[tuple[ShadowMatcher, SequenceOf[int]]], masks: bytearray) -> None:
         """One byte for each mask."""
-        masks = bytearray()
+        found = bytearray()
         for matcher, guesses in wanted:
             valid = guesses[: matcher.num_valid(guesses)]
-            masks += bytes(allowed([*matcher.output, *valid[:i]]) for i in range(len(valid) + 1))
-            masks += bytes([ALL] * (len(guesses) - len(valid)))
-        return masks
+            found += bytes(allowed([*matcher.output, *valid[:i]]) for i in range(len(valid) + 1))
+            found += bytes([ALL] * (len(guesses) - len(valid)))
+        assert len(found) == len(masks)
+        masks[:] = found
 
 
 def prompt_logprob(prefix: int, token: int) -> TokenLogprobs:
@@ -127,7 +131,7 @@ class ShadowHandle:
         assert len(self.prompt_logprobs) == len(plan.scored)
         self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
         if not plan.masked:
-            self.draw(StepMasks([], bytearray()))
+            self.draw(NO_MASKS)
 
     def guesses(self) -> dict[int, list[int]]:
         return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
@@ -138,7 +142,9 @@ class ShadowHandle:
         assert set(masks.keys) <= set(self.plan.masked)
         missing = set(self.plan.masked).difference(masks.keys)
         assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
-        words, self.drawn = bytes(masks.words), True
+        filled, self.drawn = bytearray(masks.number), True
+        masks.fill(filled)
+        words = bytes(filled)
         for item in self.plan.scheduled:
             if item.sample:
                 count = len(item.guesses) + 1 if item.key in masks.keys else 0

@@ -44,7 +44,7 @@ def test_each_step_runs_on_the_gpu_of_its_runner(monkeypatch: pytest.MonkeyPatch
     assert [runner.seen for runner in runners] == [[1, 1], [0, 0], [0, 0], [1, 1]]
     masked = LocalExecutor(runners[0]).submit(StepPlan(1, [], masked=[7]))  # type: ignore[arg-type]
     assert runners[0].seen == [1, 1, 1], "its tokens wait for their masks"
-    masked.draw(StepMasks([], bytearray()))
+    masked.draw(StepMasks([], 0, lambda masks: None))
     assert runners[0].seen == [1, 1, 1, 1]
     assert Current.index == 0
 

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,17 @@ def compiled(grammars: TokenGrammars, **params: Any) -> TokenMatcher:
     return grammars.compile(StructuredOutputsParams(**params))
 
 
+def filled(grammars: TokenGrammars, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytes:
+    """The masks, in memory where others stood before."""
+    number = sum(len(guesses) + 1 for _, guesses in wanted)
+    masks = np.random.default_rng(number).integers(-(2**31), 2**31, (number, -(-grammars.vocab_size // 32)), np.int32)
+    grammars.fill(wanted, masks)
+    return masks.tobytes()
+
+
 def allowed(grammars: TokenGrammars, matcher: TokenMatcher, *guesses: int) -> list[set[int]]:
     """The ids of each mask."""
-    words = np.frombuffer(grammars.fill([(matcher, guesses)]), dtype=np.uint8)
+    words = np.frombuffer(filled(grammars, [(matcher, guesses)]), dtype=np.uint8)
     bits = np.unpackbits(words, bitorder="little").reshape(len(guesses) + 1, -1)
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -181,10 +189,12 @@ def test_eos_is_allowed_exactly_where_the_grammar_may_end(grammars: TokenGrammar
     assert matcher.accept(EOS) is None
 
 
-def test_padding_is_never_allowed(grammars: TokenGrammars) -> None:
-    matcher = compiled(grammars, grammar=f'start: "a" | <[{SIZE + 1}]> | <[7]>')
-    [ids] = allowed(grammars, matcher)
-    assert 7 in ids and max(ids) < SIZE
+@pytest.mark.parametrize("size", [SIZE - 10, 1001, PADDED])
+def test_ids_that_model_or_tokenizer_do_not_have_are_never_allowed(tokenizer: Tokenizer, size: int) -> None:
+    """A mask is as wide as the model's vocabulary, whatever the tokenizer has."""
+    grammars, least = TokenGrammars(tokenizer, size, {EOS}, num_threads=1), min(SIZE, size)
+    matcher = compiled(grammars, grammar=f"start: <[7]> | <[{least - 1}]> | <[{max(SIZE, size) - 1}]>")
+    assert allowed(grammars, matcher) == [{7, least - 1}]
 
 
 def test_lark_and_gbnf_are_told_apart(grammars: TokenGrammars) -> None:
@@ -235,10 +245,10 @@ def test_masks_of_many_outputs_are_those_of_each(grammars: TokenGrammars) -> Non
     kinds: list[dict[str, Any]] = [{"regex": "[a-c]+x"}, {"choice": ["Tom", "Anna"]}, {"json_object": True}]
     matchers = [compiled(grammars, **kind) for kind in kinds] * 5
     guesses: list[list[int]] = [[], [], list(grammars.tokenizer.encode("{"))] * 5
-    alone = b"".join(grammars.fill([one]) for one in zip(matchers, guesses, strict=True))
-    assert grammars.fill([*zip(matchers[:3], guesses[:3], strict=True)]) == alone[: len(alone) // 5]
+    alone = b"".join(filled(grammars, [one]) for one in zip(matchers, guesses, strict=True))
+    assert filled(grammars, [*zip(matchers[:3], guesses[:3], strict=True)]) == alone[: len(alone) // 5]
     copies = [matcher.copy() for matcher in matchers]
-    assert grammars.fill([*zip(copies, guesses, strict=True)]) == alone
+    assert filled(grammars, [*zip(copies, guesses, strict=True)]) == alone
 
 
 def test_a_copy_goes_its_own_way(grammars: TokenGrammars) -> None:
@@ -279,7 +289,7 @@ def test_a_grammar_whose_every_step_takes_much_memory_is_an_error(grammars: Toke
     matcher = compiled(grammars, regex="|".join(f"(a{{{n}}})*" for n in range(50, 2050)))
     a = grammars.tokenizer.encode("a")[0]
     assert matcher.accept(a) is None
-    grammars.fill([(matcher, ())])
+    filled(grammars, [(matcher, ())])
     assert "too many expressions" in str(matcher.accept(a))
 
 
@@ -288,7 +298,7 @@ def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGram
     matcher = compiled(grammars, regex="a{100000}")
     a, start = grammars.tokenizer.encode("a")[0], time.thread_time()
     for _ in range(50):
-        grammars.fill([(matcher, ())])
+        filled(grammars, [(matcher, ())])
         assert matcher.accept(a) is None
     assert time.thread_time() - start < 1
 
@@ -324,38 +334,43 @@ def test_a_grammar_that_is_asked_for_again_gets_several_roots(tokenizer: Tokeniz
     """The copies of one root wait for each other. Whatever root they have, each gets its own mask, in its own place."""
     grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)
     matchers = [compiled(grammars, regex="(ab|cd)+") for _ in range(9)]
-    assert len({id(matcher.roots) for matcher in matchers}) == 1 and len(matchers[0].roots) == 4
-    copies = [matchers[0].copy() for _ in range(8)]  # as of a request with n = 8
-    assert sorted(copy.number for copy in copies) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({id(matcher.roots) for matcher in matchers}) == 1 and len(matchers[0].roots) == 8
+    copies = [matchers[0].copy() for _ in range(16)]  # as of a request with n = 16
+    assert sorted(copy.number for copy in copies) == sorted([*range(8)] * 2)
     a, c = (tokenizer.encode(letter)[0] for letter in "ac")
     for i, matcher in enumerate(matchers):
         assert i % 3 == 0 or matcher.accept([a, c][i % 2]) is None
     matchers += [matchers[1].copy(), matchers[2].copy()]
-    words = grammars.fill([(matcher, ()) for matcher in matchers])
+    words = filled(grammars, [(matcher, ()) for matcher in matchers])
     size = len(words) // len(matchers)
-    alone = [grammars.fill([(matcher, ())]) for matcher in matchers]
+    alone = [filled(grammars, [(matcher, ())]) for matcher in matchers]
     assert [words[i * size : (i + 1) * size] for i in range(len(matchers))] == alone
-    assert len(set(map(bytes, alone))) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
+    assert len(set(alone)) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
 
 
-def test_grammars_that_are_all_in_use_do_not_take_each_other_s_roots(
+def test_grammars_that_are_all_in_use_share_the_roots(
     tokenizer: Tokenizer, compiling: list[StructuredOutputsParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share what is kept, and sooner or later nothing is compiled. What nobody asks for makes room."""
-    monkeypatch.setattr(module, "MAX_COMPILED", 4)
+    """Whoever was first gives some away, and sooner or later nothing is compiled. What nobody asks for makes room."""
+    monkeypatch.setattr(module, "MAX_COMPILED", 8)
     monkeypatch.setattr(module, "OUT_OF_USE", 20)
-    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)  # up to 4 roots of a grammar
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)  # up to 8 roots of a grammar
+    for _ in range(10):
+        found = compiled(grammars, regex="u+")
+    assert len(found.roots) == 8 == len(compiling)
+    for letter in "vwuw":
+        compiled(grammars, regex=letter + "+")
+    assert [*map(len, grammars._compiled.values())] == [1, 5, 2], "u gives as it has most, and not v, the oldest"
     draw = random.Random(0)
-    for _ in range(60):
+    for n in range(90):
         compiled(grammars, regex=draw.choice("uvw") + "+")
-    assert 4 <= len(compiling) < 10 and len(grammars._compiled) == 3
-    del compiling[:]
-    for _ in range(30):
-        compiled(grammars, regex=draw.choice("uvw") + "+")
+        if n == 60:
+            assert len(compiling) < 16 and sorted(map(len, grammars._compiled.values())) == [2, 3, 3]
+            del compiling[:]
     assert not compiling
     for _ in range(30):
         found = compiled(grammars, regex="x+")
-    assert len(found.roots) == 4 == len(compiling)
+    assert len(found.roots) == 8 == len(compiling)
 
 
 def test_many_threads_compile_at_once(tokenizer: Tokenizer) -> None:
@@ -381,5 +396,5 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_any_number_of_threads_fills(threads: None, tokenizer: Tokenizer) -> None:
     fresh = TokenGrammars(tokenizer, SIZE, {EOS})
     matchers = [compiled(fresh, regex=f"{letter}b*") for letter in "abcdefgh"]
-    words = fresh.fill([(matcher, ()) for matcher in matchers])
-    assert words == b"".join(fresh.fill([(matcher, ())]) for matcher in matchers)
+    words = filled(fresh, [(matcher, ()) for matcher in matchers])
+    assert words == b"".join(filled(fresh, [(matcher, ())]) for matcher in matchers)

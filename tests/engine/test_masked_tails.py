@@ -93,9 +93,9 @@ def note_tails(llm: LLM) -> list[tuple[int, int]]:
     tails: MaskedTails = llm.engine.executor.runner.recorded.tails
     replay = tails.replay
 
-    def noting(num_tokens: int, rows: list[int], masks: Any) -> Sampled:
+    def noting(num_tokens: int, rows: list[int], fill: Any) -> Sampled:
         noted.append((num_tokens, len(rows)))
-        return replay(num_tokens, rows, masks)
+        return replay(num_tokens, rows, fill)
 
     tails.replay = noting  # type: ignore[method-assign, assignment]
     return noted
@@ -238,7 +238,7 @@ def test_each_mask_is_with_its_row_and_the_rest_is_scratch() -> None:
         work = [Scheduled(7, row, 2 * row + i, 1, sample=True, new_blocks=()) for row in order]
         assert tails.fit(work) and decodes.replay(work) is not None
         masks = np.arange(i, i + width * len(masked), dtype=np.int32).reshape(-1, width)
-        drawn = tails.replay(len(order), masked, masks)
+        drawn = tails.replay(len(order), masked, partial(np.copyto, src=masks))
         assert drawn.rows.tolist() == order and drawn.positions.tolist() == [s.start + 1 for s in work]
         numbers, rows, given = seen[-1]
         assert numbers[0, : len(order)].tolist() == order
@@ -249,17 +249,18 @@ def test_each_mask_is_with_its_row_and_the_rest_is_scratch() -> None:
 
 
 def test_masks_are_told_by_key() -> None:
-    """A sequence that is over has none; another has `allowed_token_ids`, too; and masks may be wider than logits."""
+    """A sequence that is over has none; another has `allowed_token_ids`, too."""
     state = SamplingState(torch.zeros(5, 8, dtype=torch.int32), 40, ())
     words = StructuredOutputsParams(regex="a")
     state.install([3], [SamplingParams(allowed_token_ids=[1, 39], structured_outputs=words, seed=0)], [1])
     sampling = [Scheduled(key, row, 1, 1, True, ()) for key, row in ((10, 3), (11, 0), (12, 2), (13, 1))]
-    masks = [packed(ids, 96) for ids in ([1, 2, 80], [39, 38])]
-    told = StepMasks([10, 13], bytearray(np.concatenate(masks).tobytes()))
+    masks = np.array([packed(ids, 40) for ids in ([1, 2], [39, 38])])
+    told = StepMasks([10, 13], 2, partial(np.copyto, src=masks))
     every = masks_of_tokens(told, sampling, np.array([True, False, True, True]), state)
     assert np.array_equal(every, [packed([1], 40), packed(range(64), 64), packed([38, 39], 40)])
-    rows, found = masks_of_rows(told, sampling, state)
+    rows, fill = masks_of_rows(told, sampling, state)
     assert rows == [3, 1]
+    fill(found := np.empty_like(masks))
     assert np.array_equal(found, [packed([1], 40), packed([38, 39], 40)])
 
 
@@ -290,7 +291,7 @@ def test_the_kernels_of_a_gpu_draw_the_same_with_padding() -> None:
         rows, positions = torch.tensor([*order, 7, 7]), torch.tensor([4, 6, 3, 5, 4, 4, 1, 1])
         words = [packed(draw.sample(range(vocab), draw.choice([1, 30, 600])), vocab) for _ in masked]
         sampling = [Scheduled(n, row, 3, 1, True, ()) for n, row in enumerate(order)]
-        masks = StepMasks([*masked], bytearray(np.concatenate(words).tobytes()))
+        masks = StepMasks([*masked], len(words), partial(np.copyto, src=np.array(words)))
         found = []
         with kernels(fused, recorded=False):
             for replayed in (False, True):
@@ -300,8 +301,9 @@ def test_the_kernels_of_a_gpu_draw_the_same_with_padding() -> None:
                 tails, own = Sampler(state, Group(0, 1, torch.device("cpu"))), logits.clone()
                 plain = tails.sample(own, rows, positions)
                 if replayed:
-                    targets, given = masks_of_rows(masks, sampling, state)
-                    padded = np.concatenate([given, np.full((size - len(given), given.shape[1]), 3, np.int32)])
+                    targets, fill = masks_of_rows(masks, sampling, state)
+                    padded = np.full((size, len(words[0])), 3, np.int32)
+                    fill(padded[: len(targets)])
                     places = torch.tensor(targets + [7] * (size - len(targets)))
                     tokens = tails.sample_masked(own, rows, positions, places, torch.from_numpy(padded))[:6]
                 else:

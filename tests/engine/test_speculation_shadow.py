@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "guesses are not in the budget": Edit(Scheduler, "_speculate", "self._budget, room", "room"),
     "the masks after guesses are those of other guesses": Edit(
-        LLMEngine, "_fill_masks", "guesses.get(key, ())", "[0 for _ in guesses.get(key, ())]"
+        LLMEngine, "_masks", "guesses.get(key, ())", "[0 for _ in guesses.get(key, ())]"
     ),
     "what is accepted behind an end is kept": Edit(
         Scheduler, "commit", "token_ids = seq.token_ids[num_known:]", "pass"

@@ -95,10 +95,10 @@ def test_ctrl_c_while_masks_are_filled(asynchronous: LLM, monkeypatch: pytest.Mo
     expected = ids(generate(asynchronous, asked := mixed(seed=4)))
     fill, calls = TokenGrammars.fill, iter(range(10**6))
 
-    def interrupted(self: TokenGrammars, wanted: Any) -> bytearray:
+    def interrupted(self: TokenGrammars, wanted: Any, masks: Any) -> None:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return fill(self, wanted)
+        fill(self, wanted, masks)
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenGrammars, "fill", interrupted)

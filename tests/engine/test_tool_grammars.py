@@ -176,8 +176,9 @@ def test_whatever_a_grammar_allows_is_a_call_that_parses(grammars: TokenGrammars
     for _ in range(8):
         matcher, ids = grammars.compile(params), list[int]()
         while not ids or ids[-1] != EOS:
-            mask = np.frombuffer(grammars.fill([(matcher, ())]), dtype=np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+            mask = np.empty((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
+            grammars.fill([(matcher, ())], mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             ids.append(EOS if EOS in allowed and draw.random() < 0.7 else draw.choice(allowed))
             assert matcher.accept(ids[-1]) is None and len(ids) < 1000
         parts = Answer([ToolCallSplitter(form)]).feed(grammars.tokenizer.decode(ids[:-1]), last=True)

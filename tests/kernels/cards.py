@@ -133,8 +133,9 @@ def compute(
     sampled = [s for s in work if s.sample]
     scores = [Scored(s.key, begin, begin + s.num_tokens) for s in asked]
     computed = runner.run(StepPlan(0, work, masked=[s.key for s in sampled] if masked else [], scored=scores), known)
-    words = 4 * -(-runner.vocab_size // 32) * sum(len(s.guesses) + 1 for s in sampled)
-    runner.draw(computed, StepMasks([s.key for s in sampled], bytearray(words)) if masked else None)
+    number = sum(len(s.guesses) + 1 for s in sampled)
+    masks = StepMasks([s.key for s in sampled], number, lambda words: words.fill(0))
+    runner.draw(computed, masks if masked else None)
 
 
 def storm(runner: ModelRunner, budget: int, k: int) -> int:

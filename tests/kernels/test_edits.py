@@ -49,7 +49,7 @@ def check(logits: Tensor, state: SamplingState, places: list[tuple[int, int]], f
     whole[:, shard] = raw[:, :own].float()
     needs = state.needs(rows.tolist())
     if needs is not None:
-        needs = replace(needs, min_p=False, num_candidates=0)  # filters are for others
+        needs = needs._replace(min_p=False, num_candidates=0)  # filters are for others
         whole = constrain(whole, state.metadata(rows, positions), rows, state, needs)
 
     left = raw.clone()
