@@ -204,15 +204,18 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         card = options.card or measure_costs(options, Path(scratch))
         costs = load_costs(card, options.model)
-    result = {
+    result: dict[str, Any] = {
         "name": "serving_simulated",
         "machine": facts(options.device),
         "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
         "seconds": options.seconds,
         "source": costs.source,
-        "rows": list(compare(options, costs)),
+        "rows": [],
     }
-    harness.write_json(result, harness.result_path("serving_simulated", result["machine"]["device"], options.out))
+    path = harness.result_path("serving_simulated", result["machine"]["device"], options.out)
+    for row in compare(options, costs):  # written after each, so that a run that is cut short keeps what it has
+        result["rows"].append(row)
+        harness.write_json(result, path)
 
 
 def measure_costs(options: argparse.Namespace, directory: Path) -> str:

@@ -73,7 +73,7 @@ class Card:
     architecture: Architecture
     itemsize: int  # bytes of a number
     source: str  # "a grid of steps", or which records the factors were fitted to
-    rates: Mapping[str, float]  # bytes_per_second, operations_per_second
+    rates: Mapping[str, float]  # bytes_per_second, operations_per_second; of a GPU also cache_bytes
     kv_tokens: int  # of the pool that was measured, with all the memory that the engine's defaults take
     time: StepTime
     intake: IntakeTime

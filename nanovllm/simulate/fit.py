@@ -3,6 +3,7 @@
 The relative error counts, since a step of a millisecond matters as much as one of a hundred: both are waited for.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -79,7 +80,10 @@ def non_negative_least_squares(a: Array, b: Array, ridge: float = 0.0) -> Array:
 
 
 def fit_device(
-    observations: Sequence[Observation], recordings: Recordings, least: Mapping[str, float] | None = None
+    observations: Sequence[Observation],
+    recordings: Recordings,
+    least: Mapping[str, float] | None = None,
+    cache_bytes: float = math.inf,
 ) -> StepTime:
     """The device's table, factors and launches.
 
@@ -91,7 +95,7 @@ def fit_device(
     """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
-    start, least = StepTime(((0, 0.0),), {}, {}, recordings=recordings), least or {}
+    start, least = StepTime(((0, 0.0),), {}, {}, recordings=recordings, cache_bytes=cache_bytes), least or {}
     runs = [recordings.run(o.shape) for o in observations]
     sizes = rows_of_table([tokens for tokens, _ in runs])
     sums = [[[*hats(n, sizes), *counts, 0.0] for n, counts in start.counts(o.shape)] for o in observations]
@@ -120,6 +124,7 @@ def fit_device(
     device = dict(zip(DEVICE_TERMS, map(float, factors[len(sizes) : -1]), strict=True))
     if not any(o.shape.shared_keys for o in observations):
         device["shared_key"] = device["own_key"] or device["decode_key"]
+    device["shared_key"] = min(device["shared_key"], device["decode_key"])  # no cache is slower than the memory
     return replace(start, table=table, device=device, launch=float(factors[-1]))
 
 

@@ -16,6 +16,7 @@ All factors are at least 0 and all counts only grow with the work. So more work 
 true of the engine: some steps would be quicker in a larger recording than in the one that they are given.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -42,8 +43,11 @@ DEVICE_TERMS = {
     "masked": "vocabulary",
     "sample": "head",
     "shared_key": "keys",  # found in the device's cache
+    "with_prompts": "layers",  # once, if the step is in no recording of decodes
+    "first_prompt_key": "layers",  # of the first `FIRST_PROMPT_KEYS` of the longest context, added to "prompt_key"
 }
 FIRST_KEYS = 4096
+FIRST_PROMPT_KEYS = 2048  # longer contexts of few tokens are cut, and programs share their keys
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
 # Where tokens of prompts are decodes of their own, no more keys are counted than this share of the most that such a
 # recording may read, and than so many for each key of the longest context. With more keys, larger recordings are
@@ -125,7 +129,8 @@ class Recordings:
         """The keys that are read for sequences with several tokens, if each token reads the whole context of its chunk:
         exact for one chunk, and about as many for several."""
         chunks = min(shape.prompt_tokens * shape.prompt_keys, 2 * shape.prompt_pairs)
-        return self.chunk_weight * chunks + (shape.decode_keys + shape.shared_keys if shape.guesses else 0)
+        guessing = shape.decode_keys + shape.shared_keys + shape.guess_keys if shape.guesses else 0
+        return self.chunk_weight * chunks + guessing
 
 
 def sequences_of(shape: StepShape) -> int:
@@ -152,6 +157,7 @@ class StepTime:
     host: Mapping[str, float]
     launch: float = 0.0  # seconds that launching a step kernel by kernel takes at least
     recordings: Recordings = field(default_factory=Recordings)
+    cache_bytes: float = math.inf  # of the device: what sequences share is read from there if all of it fits
     experts: float = 0.0  # seconds that reading the weights of all experts takes; no card was measured with them
     chosen_share: float = 0.0  # of the experts, for each token
 
@@ -173,20 +179,24 @@ class StepTime:
         """How long the device is busy with a step."""
         factors: tuple[float, ...] = self._device  # type: ignore[attr-defined]
         tokens, kind = self.recordings.run(shape)
-        seconds = self.of_tokens(tokens) + factors[0] * shape.decode_keys + factors[12] * shape.shared_keys
-        first, keys = self.recordings.first_keys, shape.decode_keys + shape.shared_keys
+        read, cached = self.keys_of_decodes(shape, kind)
+        seconds = self.of_tokens(tokens) + factors[0] * read + factors[12] * cached
+        first, keys = self.recordings.first_keys, read + cached
         seconds += factors[1] * (keys if keys < first else first)
         seconds += factors[11] * shape.samples
         if self.experts:
             seconds += self.experts * (1 - (1 - self.chosen_share) ** tokens)
         if kind is not Kind.DECODES:
-            seconds += factors[2] * keys
+            seconds += factors[13] + factors[2] * (shape.decode_keys + shape.shared_keys)
             if sequences_of(shape) > FEW_SEQUENCES:
                 seconds += factors[7]
         if shape.prompts:
             seconds += factors[3] * shape.prompts
             attention = factors[4] * shape.prompt_pairs + factors[5] * shape.prompt_keys
+            attention += factors[14] * min(shape.prompt_keys, FIRST_PROMPT_KEYS)
             own, few = factors[6] * self.own_keys(shape), self.recordings.max_several
+            if kind is not Kind.DECODES:
+                own -= factors[13]
             if tokens > few:  # such a step takes no less than the same step with few tokens
                 own -= self.of_tokens(tokens) - self.of_tokens(few)
             seconds += max(attention, own)
@@ -196,9 +206,23 @@ class StepTime:
             seconds += factors[9] + factors[10] * shape.masked
         return max(seconds, self.launch) if kind is Kind.LAUNCHED else seconds
 
+    def keys_of_decodes(self, shape: StepShape, kind: Kind) -> tuple[int, int]:
+        """The keys that decodes and guesses read from memory, and those that they find in the device's cache.
+
+        In a recording with prompts, guesses share the keys of their sequence. No fewer are counted than a recording of
+        decodes may read: so more work never takes less time.
+        """
+        read, cached = shape.decode_keys, shape.shared_keys
+        guessed = shape.guess_keys
+        if guessed and kind is not Kind.DECODES:
+            guessed = min(guessed, max(0, int(self.recordings.max_keys) - read - cached))
+        if shape.shared_beginnings * self.recordings.layer_key_bytes > self.cache_bytes:
+            return read + guessed + cached, 0
+        return read + guessed, cached
+
     def own_keys(self, shape: StepShape) -> float:
         """The keys that tokens of prompts read, each token for itself. See `OWN_SHARE` for the most that count."""
-        most = OWN_SHARE * self.recordings.max_keys
+        most = OWN_SHARE * self.recordings.max_keys / self.recordings.chunk_weight
         return min(shape.prompt_pairs, most, OWN_QUERIES * shape.prompts * shape.prompt_keys)
 
     def counts(self, shape: StepShape) -> list[tuple[int, list[float]]]:
@@ -207,14 +231,15 @@ class StepTime:
         tokens share the keys, or each reads keys of its own. The way that takes longest is the time of the step."""
         tokens, kind = self.recordings.run(shape)
         beside = kind is not Kind.DECODES
-        many = float(beside and sequences_of(shape) > FEW_SEQUENCES)
-        all_keys = shape.decode_keys + shape.shared_keys
-        keys = [shape.decode_keys, min(all_keys, self.recordings.first_keys), beside * all_keys, shape.prompts]
-        rest = [many, float(shape.guesses > 0), float(shape.masked > 0), shape.masked, shape.samples]
-        rest.append(shape.shared_keys)
-        found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest])]
+        read, cached = self.keys_of_decodes(shape, kind)
+        by_prompts = beside * (shape.decode_keys + shape.shared_keys)
+        keys = [read, min(read + cached, self.recordings.first_keys), by_prompts, shape.prompts]
+        rest = [float(beside and sequences_of(shape) > FEW_SEQUENCES), float(shape.guesses > 0)]
+        rest += [float(shape.masked > 0), shape.masked, shape.samples, cached]
+        first = min(shape.prompt_keys, FIRST_PROMPT_KEYS)
+        found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest, float(beside), first])]
         if own := self.own_keys(shape):
-            found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest]))
+            found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest, 0.0, 0.0]))
         return found
 
     def host_seconds(self, shape: StepShape) -> float:
@@ -279,6 +304,7 @@ class StepTime:
             "device": dict(self.device),
             "host": dict(self.host),
             "launch": self.launch,
+            "cache_bytes": self.cache_bytes if math.isfinite(self.cache_bytes) else None,
             "recordings": asdict(self.recordings),
         }
 

@@ -97,7 +97,7 @@ def test_what_is_computed_anew_after_a_preemption_counts_as_a_prompt() -> None:
 def test_guesses_and_the_keys_that_each_of_them_reads() -> None:
     found = shapes_of([5], 9, proposes=2)
     assert found[0] == StepShape(prompts=1, prompt_tokens=5, prompt_pairs=28, samples=1, guesses=2, prompt_keys=7)
-    assert found[1] == StepShape(decodes=1, decode_keys=8 + 9 + 10, samples=1, guesses=2)
+    assert found[1] == StepShape(decodes=1, decode_keys=8, guess_keys=9 + 10, samples=1, guesses=2)
 
 
 def test_keys_that_sequences_share_count_once_as_read() -> None:
@@ -112,13 +112,13 @@ def test_keys_that_sequences_share_count_once_as_read() -> None:
             engine.add_request(str(number), ids, SamplingParams(max_tokens=9, ignore_eos=True))
         engine.advance()
         shapes.append(shape_of(executor.plans[-1], engine.scheduler))
-    assert [(s.decodes, s.prompts, s.decode_keys, s.shared_keys) for s in shapes] == [
-        (0, 1, 0, 0),
-        (1, 1, 11, 0),
-        (2, 1, 12 + 11 - 8, 8),
-        (3, 0, 13 + 12 + 11 - 16, 16),
+    assert [(s.decodes, s.prompts, s.decode_keys, s.shared_keys, s.shared_beginnings) for s in shapes] == [
+        (0, 1, 0, 0, 0),
+        (1, 1, 11, 0, 0),
+        (2, 1, 12 + 11 - 8, 8, 8),
+        (3, 0, 13 + 12 + 11 - 16, 16, 8),
     ]
-    assert shape_of(executor.plans[-1]) == shapes[-1]._replace(decode_keys=36, shared_keys=0)
+    assert shape_of(executor.plans[-1]) == shapes[-1]._replace(decode_keys=36, shared_keys=0, shared_beginnings=0)
 
 
 def test_rows_with_masks() -> None:

@@ -110,6 +110,8 @@ def test_no_card_is_faster_than_its_memory_and_its_products(path: Path) -> None:
     assert card.time.device["prompt_pair"] >= 0.999 * needs.pair_operations / done
     assert more - less >= 0.999 * (many - few) * needs.token_operations / done
     assert card.residuals["median_percent"] < 3 and card.residuals["worst_percent"] < 25
+    # Tiles of queries are filled differently by prompts of different lengths, which no count says
+    assert card.residuals.get("prompts behind what they share", {"worst_percent": 0})["worst_percent"] < 30
 
 
 @pytest.mark.parametrize("path", sorted(CARDS.glob("*.json")), ids=lambda path: path.name)

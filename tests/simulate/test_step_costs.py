@@ -94,6 +94,7 @@ def test_a_grid_of_shared_keys(model: Path, overlapped: bool) -> None:
     shapes = {name: StepShape(*point["shape"]) for name, point in found.items()}
     one, two = (shapes[f"4 decodes behind {number} beginnings of 32"] for number in (1, 2))
     assert (one.decodes, one.shared_keys) == (4, 3 * 32) and (two.decodes, two.shared_keys) == (4, 2 * 32)
+    assert (one.shared_beginnings, two.shared_beginnings) == (32, 64)
     assert 32 + 4 * 8 < one.decode_keys < 32 + 4 * 40 and one.decode_keys + 32 == pytest.approx(two.decode_keys, abs=8)
     chunk = shapes["2 prompts of 8 behind a shared 32, 1"]
     assert (chunk.prompts, chunk.prompt_tokens, chunk.shared_keys) == (2, 16, 0)

@@ -1,5 +1,6 @@
 """The time of a step by its counts: more work never takes less time, and the fit finds known factors again."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Kind, Recordin
 RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 96, 4000, 64, 1e6, 1e3)
 factor = st.floats(0, 1e-3)
 numbers = st.integers(0, 2000)
-shapes = st.builds(StepShape, *[numbers] * 10)
+shapes = st.builds(StepShape, *[numbers] * len(StepShape._fields))
 chunks = st.builds(  # of up to 150 tokens: beyond 96 tokens, or 4000 keys, they are computed in another way
     lambda tokens, context: StepShape(0, 0, 1, tokens, tokens * context, 0, 0, 0, context),
     st.integers(1, 150),
@@ -34,10 +35,13 @@ tables = st.lists(st.tuples(st.integers(1, 600), st.floats(0, 0.1)), min_size=1,
 times = st.builds(
     StepTime,
     tables,
-    st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, factor)),
+    st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, factor)).map(
+        lambda device: {**device, "shared_key": min(device["shared_key"], device["decode_key"])}
+    ),
     st.fixed_dictionaries(dict.fromkeys(HOST_TERMS, factor)),
     st.floats(0, 0.1),
     st.sampled_from([RECORDINGS, Recordings()]),
+    st.sampled_from([math.inf, 500.0]),
     st.floats(0, 0.1),
     st.floats(0, 1),
 )
@@ -96,6 +100,25 @@ def test_keys_of_few_tokens_and_of_many() -> None:
     assert time.device_seconds(more) == pytest.approx(1e-3 + 1e-6 * 2000)  # half of what it might read
     slower = replace(time, table=((1, 1e-3), (96, 1e-3), (128, 4e-3)))
     assert slower.device_seconds(more) == pytest.approx(4e-3)
+
+
+def test_beginnings_that_do_not_fit_the_cache_are_read_from_memory() -> None:
+    """The keys of a recording have 1000 bytes each here, so the cache has room for 500 of them."""
+    recordings = replace(RECORDINGS, layer_key_bytes=1e3)
+    time = StepTime(((1, 1e-3),), {"decode_key": 1e-6, "shared_key": 1e-7}, {}, 0.0, recordings, cache_bytes=5e5)
+    fits = StepShape(decodes=4, decode_keys=1000, shared_keys=1500, shared_beginnings=500)
+    assert time.device_seconds(fits) == pytest.approx(1e-3 + 1e-3 + 1.5e-4)
+    assert time.device_seconds(fits._replace(shared_beginnings=501)) == pytest.approx(1e-3 + 2.5e-3)
+
+
+def test_guesses_share_the_keys_of_their_sequence_in_a_recording_with_prompts() -> None:
+    """Each guess reads the context once more in a recording of decodes, which may read 4000 keys here. In a recording
+    with prompts no fewer are counted, and guesses read no others than their sequence."""
+    time = StepTime(((1, 1e-3),), {"decode_key": 1e-6}, {}, 0.0, RECORDINGS)
+    few, many = StepShape(10, 1000, guesses=10, guess_keys=3000), StepShape(10, 1000, guesses=10, guess_keys=9000)
+    assert [RECORDINGS.run(shape)[1] for shape in (few, many)] == [Kind.DECODES, Kind.PROMPTS]
+    assert time.device_seconds(few) == time.device_seconds(many) == pytest.approx(1e-3 + 4e-3)
+    assert time.device_seconds(many._replace(decode_keys=6000)) == pytest.approx(1e-3 + 6e-3)
 
 
 def test_launching_is_a_floor_and_no_addition() -> None:
