@@ -60,7 +60,7 @@ def test_what_the_scenes_suggest_to_try_shows_what_they_say() -> None:
     balanced = played("affinity", router="two-choices")["totals"]
     assert f"99% come within {balanced['p99'] / 1000:.2f} s" in SCENES["affinity"]["question"]
     changes: dict[str, Any]
-    for changes in ({"num_blocks": 208}, {"rate": 50}):
+    for changes in ({"num_blocks": 208}, {"rate": 100}):
         two, prefix = (played("affinity", router=router, **changes)["totals"] for router in ("two-choices", "prefix"))
         assert two["p50"] < 2 * prefix["p50"] and two["p99"] < 3 * prefix["p99"]
     for changes in ({"threshold": 4}, {"router": "kv"}):
@@ -68,8 +68,8 @@ def test_what_the_scenes_suggest_to_try_shows_what_they_say() -> None:
         assert min(spread["by_replica"].values()) > 90 and spread["p99"] < SCENES["hot"]["run"]["totals"]["p99"] / 20
     overloaded = played("death", rate=400, deaths=())
     wall = sum(50 <= frame < 200 for _, _, frame, *_ in overloaded["requests"]) / 1.5
-    assert 0.93 < SCENES["death"]["rate"] / wall < 0.97 and 0.67 < 95 / wall < 0.73
-    alive, calm = played("death", deaths=()), played("death", rate=95)
+    assert 0.93 < SCENES["death"]["rate"] / wall < 0.97 and 0.67 < 105 / wall < 0.73
+    alive, calm = played("death", deaths=()), played("death", rate=105)
     assert all(middle(alive, tenth) < 2.5 * middle(alive, 1) for tenth in range(2, 10))
     assert middle(calm, 2) > 1.5 * middle(calm, 1) and all(
         middle(calm, t) < 1.2 * middle(calm, 1) for t in range(5, 10)
