@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, arrivals, speed, tensor_parallel
+from benchmarks.engine import LARGE_SHAPE, SHAPE, arrivals, speed, tensor_parallel, uses
 from benchmarks.lib import harness, tables, workloads
 from benchmarks.lib.harness import Measured
 from benchmarks.lib.process import Engine
@@ -92,9 +92,19 @@ shared_prefix = partial(arrivals.measure_shared, repeats=1, **arrivals.SHARED)
 streams = partial(arrivals.measure_streams, repeats=1, **arrivals.STREAMS)
 of_ranks = partial(speed.measure_small, repeats=1, **tensor_parallel.FULL)
 
+# What log-probabilities cost is not modelled
+plain_uses = {name: use for name, use in uses.USES.items() if not use.keys() & {"logprobs", "prompt_logprobs"}}
+other_uses = partial(uses.measure, repeats=1, uses=plain_uses, long=uses.LONG)
+of_shape = partial(uses.measure_shape, repeats=1, sizes=asdict(workloads.HEADLINE), small=uses.SMALL)
+
 SMALL, RANKS = by_batch(speed.SMALL["batches"]), by_batch(tensor_parallel.FULL["batches"])
 SHARED = tuple(
     (s, m) for s in (arrivals.AT_ONCE, arrivals.AFTER_ONE) for m in ("first_tokens_ms", "requests_per_second")
+)
+USES = *((name, "requests_per_second") for name in plain_uses), *by_batch(list(uses.BATCHES))
+OF_SHAPE = (
+    ("headline", "tokens_per_second"),
+    *((f"batch {batch}", "ms_per_token") for batch in uses.SMALL["batches"]),
 )
 WAITS = tuple(("mixed", metric) for metric in ("gap_p50_ms", "gap_p99_ms", "prompt_wait_ms"))
 RUNS = (
@@ -105,6 +115,11 @@ RUNS = (
     Compared("mixed", "chunks of up to 512", WAITS, streams, {"max_num_batched_tokens": 512}),
     Compared("mixed", "chunks of up to 2,048", WAITS, streams, {"max_num_batched_tokens": 2048}),
     Compared("mixed", "default budget", WAITS, streams),
+    Compared("uses", "nanovllm", USES, other_uses, {"max_model_len": uses.LONGEST}),
+    *(
+        Compared(f"shape.{name}", "nanovllm", OF_SHAPE, of_shape, {}, workloads.SHAPES / name)
+        for name in ("Llama-3.2-1B", "Qwen2.5-7B")  # as many as were recorded
+    ),
     *(
         Compared("tensor_parallel", tensor_parallel.name_of("nanovllm", n), RANKS, of_ranks, {}, LARGE_SHAPE, n)
         for n in (1, 2, 4)  # as many as were recorded
@@ -153,7 +168,9 @@ def table(results: dict[str, Result]) -> list[str]:
     lines = tables.head("", "", "simulated", "recorded", "off", left=2)
     for row in result["rows"]:
         who = "" if row["contender"] == "nanovllm" else f", {row['contender'].removeprefix('nanovllm, ')}"
-        what = f"{row['model']}{who}: {row['scenario']}" + (" (derived)" if row["derived"] else "")
+        is_long = row["benchmark"] == "uses" and row["metric"] != "requests_per_second"
+        long = f"{uses.LONG['prompt_len']:,} tokens in, " if is_long else ""
+        what = f"{row['model']}{who}: {long}{row['scenario']}" + (" (derived)" if row["derived"] else "")
         low, middle, high = (tables.number(row[name], "ms") for name in ("min", "recorded", "max"))
         cells = tables.number(row["simulated"], "ms"), f"{middle} ({low} to {high})", f"{off_by(row):+.1f}%"
         lines.append(tables.row(what, LABELS[row["metric"]], *cells))

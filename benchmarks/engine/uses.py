@@ -27,7 +27,9 @@ USES: dict[str, Use] = {
 QUICK_USES: dict[str, Use] = {name: use | {"requests": 2, "prompt": 8, "tokens": 2} for name, use in USES.items()}
 LONG: dict[str, int] = {"prompt_len": 32_000, "num_tokens": 128, "highest_id": 10_000}
 QUICK_LONG = {"prompt_len": 40, "num_tokens": 3, "highest_id": 500}
-BATCHES = 1, 8
+BATCHES = 1, 8  # of long contexts
+LONGEST = 32_768  # with its output
+SMALL: dict[str, Any] = speed.SMALL | {"batches": [1, 8, 32, 64]}
 
 
 def measure(engine: Engine, repeats: int, uses: dict[str, Use], long: dict[str, Any]) -> list[Measured]:
@@ -58,7 +60,7 @@ def read(output: Any) -> None:
 
 def showcase(options: Namespace) -> Showcase:
     uses, long = (QUICK_USES, QUICK_LONG) if options.quick else (USES, LONG)
-    longest = 256 if options.quick else 32_768
+    longest = 256 if options.quick else LONGEST
     figures = [higher(f"use_{i}", name, "requests/s", name, "requests_per_second") for i, name in enumerate(uses)]
     length = f"{long['prompt_len']:,} tokens in"
     for batch in BATCHES:
@@ -94,7 +96,7 @@ def measure_shape(engine: Engine, repeats: int, sizes: dict[str, int], small: di
 
 def shape(options: Namespace) -> Showcase:
     limit = roofline.roofline(options)
-    small = speed.QUICK_SMALL if options.quick else speed.SMALL | {"batches": [1, 8, 32, 64]}
+    small = speed.QUICK_SMALL if options.quick else SMALL
     tokens_per_second = metric("headline", "tokens_per_second")
 
     def share(measured: Measured) -> float:

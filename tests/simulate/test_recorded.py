@@ -83,6 +83,21 @@ def test_a_call_takes_time_beside_its_steps() -> None:
 
 
 @pytest.mark.slow
+def test_uses_that_the_fit_has_not_seen() -> None:
+    """Short chats, long documents, several choices, and contexts of 32,000 tokens."""
+    found = rows_of(RUNS["uses", "nanovllm"])
+    assert len(found) == 7
+    assert all(abs(off) < (5 if metric == "requests_per_second" else 10) for (_, metric), off in found.items()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen2.5-7B"])
+def test_the_headline_of_models_that_were_not_measured(model: str) -> None:
+    off = rows_of(RUNS[f"shape.{model}", "nanovllm"])["headline", "tokens_per_second"]
+    assert abs(off) < 10
+
+
+@pytest.mark.slow
 def test_the_headline() -> None:
     [off] = rows_of(RUNS["throughput", "nanovllm"]).values()
     assert abs(off) < 5
