@@ -144,7 +144,7 @@ def run(rate, replicas=1, seconds=60, router="two-choices", engine=None, fleet=N
 
 
 # %% [markdown]
-# At 5 requests per second half of all have their first token after 38 ms. **Guess:** at 50 per second, ten times as
+# At 5 requests per second half of all have their first token after 26 ms. **Guess:** at 50 per second, ten times as
 # many, what is that time? And what is it for the slowest request of a hundred?
 
 # %%
@@ -221,9 +221,9 @@ bars(
 )
 
 # %% [markdown]
-# Who reads wants a small budget, and who waits for the first token a large one. Too small a budget does harm to
-# everybody: each chunk reads all weights again, and the replica reaches its wall earlier. The largest budgets differ
-# no more, since hardly any prompt is longer.
+# Who reads wants a small budget. Who waits for the first token wants a larger one: each chunk reads all weights again,
+# so with small chunks the replica reaches its wall earlier. Here the first token comes no earlier with more than 2,048
+# tokens. The largest budgets hardly differ, since hardly any prompt is longer.
 #
 # ## Where does the next message go?
 #
@@ -296,7 +296,7 @@ for router, kwargs in (("two-choices", {}), ("prefix", {}), ("prefix", {"imbalan
 
 # %%
 # NBVAL_CHECK_OUTPUT
-WALL = 41  # requests per second that a replica can do, as measured above
+WALL = 41  # requests per second: a little less than the most that a replica finished above
 death = {"deaths": ((10.0, 0),), "startup_seconds": 10.0}
 
 

@@ -55,7 +55,7 @@ def generate(
     params: list[SamplingParams],
     use_tqdm: bool,
 ) -> list[RequestOutput]:
-    """As `LLM.generate`. What it does beside adding requests and steps is for the most part done before the steps."""
+    """As `LLM.generate`. What this does beside adding requests and computing steps counts before the first step."""
     clock.now += intake.call + intake.answer * len(prompts)
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         own = own.changed(output_kind=RequestOutputKind.FINAL_ONLY)

@@ -68,7 +68,7 @@ def run(options: Namespace) -> bool:
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
     engine = CPU_ENGINE if cpu else GPU_ENGINE
     server = measure_server(2 if options.quick else 6)
-    # The attention of a CPU copies the keys of each sequence, shared or not
+    # On a CPU attention copies the keys of each sequence, so shared keys cost as much as others
     scenes = ["decodes", "chunks", "mixed", *([] if cpu else ["shared"]), "masked"]
     points, told = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
     numbers = grid["guesses"]["numbers"]

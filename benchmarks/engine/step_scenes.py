@@ -211,7 +211,7 @@ class Bench:
         yield from self.paired(name, found)
 
     def beginnings(self, number: int, length: int) -> list[list[int]]:
-        """So many beginnings of prompts that the prefix cache holds from now on, until `clear`."""
+        """`number` beginnings of prompts. The prefix cache holds them from now on, until `clear`."""
         draw, ids = random.Random(-1 - next(self._seeds)), range(self.grid["highest_id"])
         found = [draw.choices(ids, k=length) for _ in range(number)]
         if length:
@@ -221,8 +221,8 @@ class Bench:
         return found
 
     def shared(self) -> Iterator[dict[str, Any]]:
-        """Decodes, and prompts, behind long beginnings that several of them have in common. A few are computed more
-        than once if a beginning is no multiple of a block."""
+        """Decodes, and prompts, behind long beginnings that several of them share. If a beginning ends within a block,
+        each sequence computes the tokens in that block anew."""
         grid, room = self.grid["shared"], 4 * self.grid["steps"] + 8
         own = grid["own"]
         for length in grid["beginnings"]:
@@ -303,8 +303,8 @@ class Bench:
         return max(0.0, found[1] - found[0])
 
     def calls(self) -> list[tuple[int, float, float]]:
-        """Of calls of `LLM.generate` for one token each: the number of requests, by how many seconds the call takes
-        longer than to add these requests and compute their steps, and all its seconds."""
+        """Of calls of `LLM.generate` for one token per request: the number of requests, the seconds of the call beyond
+        adding these requests and computing their steps, and all its seconds."""
         self.overlap(self.overlapped)
         found = []
         for number in self.grid["calls"]:

@@ -1,4 +1,4 @@
-"""The engine in other uses than the headline workload, and with other models, beside vLLM.
+"""The engine beside vLLM, in other uses than the headline workload and with other models.
 
 - `uses`: many short chats; long documents with short answers; several choices for each prompt; prompts that are scored,
   as evaluations do; log-probabilities for each token; contexts of 32,000 tokens, for one sequence and for eight.
@@ -52,7 +52,7 @@ def measure(engine: Engine, repeats: int, uses: dict[str, Use], long: dict[str, 
 
 
 def read(output: Any) -> None:
-    """Look at the log-probabilities of an output, which nanovllm makes objects of only then."""
+    """Read the log-probabilities of an output: nanovllm makes objects of them only when they are read."""
     for choice in output.outputs:
         assert choice.logprobs is None or len(choice.logprobs) == len(choice.token_ids)
     assert output.prompt_logprobs is None or len(output.prompt_logprobs) == len(output.prompt_token_ids)

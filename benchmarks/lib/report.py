@@ -47,7 +47,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "sampling": (("sampling",), speed.sampling_table),
     "structured": (("structured",), tables.of_engine),  # with the model's name before the card's
     "uses": (("uses",), tables.of_engine),
-    "shape": (("shape",), tables.of_engine),  # the same
+    "shape": (("shape",), tables.of_engine),  # with the model's name, too
     "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),

@@ -35,10 +35,10 @@ from nanovllm.sampling_params import SamplingParams
 
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
-# At these loads the costs of a step and of a token are measured, of the server and of `AsyncLLM`. Steps of the server
-# take 0.8 and 3.2 ms, as on a busy GPU.
-STREAMS, RATE = (8, 32), 10_000
-CALLERS = 4, 24
+# The loads at which the costs of a step and of a token are measured. Steps of the server take 0.8 and 3.2 ms, as on a
+# busy GPU.
+STREAMS, RATE = (8, 32), 10_000  # of the server, and tokens per second
+CALLERS = 4, 24  # of `AsyncLLM`
 SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
@@ -341,17 +341,17 @@ def added(port: int, pids: list[int], streams: int, seconds: float) -> tuple[flo
 
 
 def line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
-    """Seconds per step and per token, by what a step takes with so many tokens; none below 0."""
+    """Seconds per step and per token, none below 0. few, many: tokens of a step, and the seconds that it takes."""
     token = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return max(0.0, few[1] - few[0] * token), token
 
 
 async def async_time(number: int = 20, num_tokens: int = 400) -> dict[str, float]:
     """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
-    which one runs at a time. So what callers do for a token keeps the step loop waiting, too, and each step has to
-    pass the right to run from one thread to the other and back. Here steps take no time, so that the two threads alone
-    set the pace. How long a step then takes is measured with few callers and with many: the line through the two has a
-    part per step and a part per token. The engine's own share is taken off."""
+    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. In each step Python's
+    lock goes from one thread to the other and back. Here the device takes no time, so that the two threads alone set
+    the pace. The time of a step is measured with few callers and with many: the line through the two has a part per
+    step and a part per token. The engine's own share is taken off."""
     from nanovllm import AsyncLLM
 
     prompt = {"prompt_token_ids": [1] * 16}

@@ -1,6 +1,6 @@
 """Structured outputs, as the control plane sees them: who follows an output through its grammar, and who fills masks.
 
-`text/grammars.py` does both. The control plane has no arrays: masks are written where the data plane wants them.
+`text/grammars.py` does both. The control plane has no arrays: masks are written to arrays of the data plane.
 """
 
 from collections.abc import Sequence

@@ -71,8 +71,8 @@ class StepMasks(NamedTuple):
 
     keys: list[int]  # in the order of the plan
     number: int  # of masks
-    # Called once: writes the masks to memory of the data plane, an array [number, W] int32 with W = ceil(V / 32). Bit i
-    # of word w allows token 32 * w + i.
+    # Called once, with an array [number, W] int32 of the data plane, W = ceil(vocab_size / 32). Writes the masks there:
+    # bit i of word w allows token 32 * w + i.
     fill: Callable[[Any], None]
 
 

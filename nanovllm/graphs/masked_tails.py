@@ -57,14 +57,14 @@ class MaskedTails:
     def replay(self, num_tokens: int, rows: Sequence[int], fill: Callable[[Masks], None]) -> Sampled:
         """Draw again the `num_tokens` tokens of the decode recording that was replayed last.
 
-        fill: writes the masks [M, W] of the sequences in `rows`. Those in other rows draw the same tokens as before.
+        fill: writes the masks [M, W] of the sequences in `rows`. Other sequences draw the same tokens as before.
         """
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._load(size, rows, fill)
         return self._replays[size]().at(slice(num_tokens))
 
     def _load(self, size: int, rows: Sequence[int], fill: Callable[[Masks], None]) -> None:
-        """Send rows and masks to the device, in one copy. Masks of an earlier step may follow: for the scratch row."""
+        """Send rows and masks to the device, in one copy. The scratch row may have masks of an earlier step."""
         length = size + len(rows) * self.width
         host = next(self._host)[:length]
         array: npt.NDArray[Any] = host.numpy()

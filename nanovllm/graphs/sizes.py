@@ -8,8 +8,9 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import ModelConfig
 
 # Tokens of a decode recording in which a sequence has several, and bytes of keys and values that these tokens may read
-# per layer. Keys of a chunk count twice: it is mostly alone, and recordings with prompts are quick for few sequences.
-# On an H200 both ways take about as long with these: 32 sequences of 3 guesses each, or a chunk of 64, behind 512 keys.
+# per layer. Keys of a chunk count twice: a step has mostly one chunk, and recordings with prompts are fast for few
+# sequences. On an H200 both kinds of recording take about as long for 32 sequences of 3 guesses each, behind 512 keys,
+# and for a chunk of 64 behind 512 keys.
 MAX_REPLAYED = 256
 MAX_READ = 2**28
 # Tokens of the recordings with prompts

@@ -14,7 +14,7 @@ Masks = npt.NDArray[np.int32]
 def masks_of_rows(
     masks: StepMasks, sampling: Sequence[Scheduled], state: SamplingState
 ) -> tuple[list[int], Callable[[Masks], None]]:
-    """The rows of the M sequences that have a mask, and what fills their masks [M, W]. For steps without guesses."""
+    """The rows of the M sequences with a mask, and a function that fills masks [M, W]. For steps without guesses."""
     row_of = {s.key: s.row for s in sampling}
     rows = [row_of[key] for key in masks.keys]
 
@@ -43,7 +43,7 @@ def masks_of_tokens(
 
 
 def narrow(masks: Masks, rows: Sequence[int], state: SamplingState) -> None:
-    """Take from masks [N, W] what the parameters of their rows [N] rule out."""
+    """Clear the bits of masks [N, W] that `allowed_token_ids` of their rows [N] rules out."""
     for place, row in enumerate(rows):
         if (ids := state.params[row].allowed_token_ids) is not None:
             masks[place] &= packed(ids, state.vocab_size)

@@ -33,7 +33,7 @@ class SamplingMetadata:
 
 class Needs(NamedTuple):
     """What some row of a step asks for beyond its temperature. Known on the host, so that nothing else is launched. A
-    tuple, since those of all rows are compared in each step.
+    tuple, since tuples are fast to hash: each step puts those of its rows into a set.
 
     num_candidates: how many of the largest logits decide top_k and top_p. A row is ranked if it has top_k or top_p. If
                     every ranked row has a top_k, the largest top_k; else the size of the vocabulary. 0: none is ranked.

@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--config", help="a TOML file with options: max-queue = 100")
     for name, kind in ENGINE.items():
         add(f"--{name.replace('_', '-')}", type=kind, help=ABOUT[name])
-    add("--no-enable-prefix-caching", action="store_true", help="compute each prompt, whatever is cached")
+    add("--no-enable-prefix-caching", action="store_true", help="compute every prompt in full")
     add("--api-servers", type=int, help="processes for HTTP and text before the engine's (default: by the cores)")
     add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
     add("--served-model-name", help="what clients call the model (default: the last part of its path)")

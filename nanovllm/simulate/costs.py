@@ -36,14 +36,14 @@ HALF_ASLEEP = 0.004  # seconds: a pause of this length costs half of what a long
 
 
 class IntakeTime(NamedTuple):
-    """What a request costs the host beside its steps, in seconds. To add it is to check it and to copy its prompt."""
+    """What a request costs the host beside its steps, in seconds."""
 
-    request: float = 0.0
-    prompt_token: float = 0.0
+    request: float = 0.0  # to check and to add it
+    prompt_token: float = 0.0  # to copy a token of its prompt
     wake: float = 0.0  # after a long pause: a processor that has been idle is slow at first
-    # What else a call of `LLM.generate` takes beside its steps, and for each of its requests: parameters and outputs
-    call: float = 0.0
-    answer: float = 0.0
+    # What `LLM.generate` takes for parameters and outputs, in addition to the above
+    call: float = 0.0  # per call
+    answer: float = 0.0  # per request
 
     def wake_seconds(self, idle: float) -> float:
         """Seconds by which the first step takes longer after `idle` seconds without a step."""

@@ -90,8 +90,10 @@ def fit_device(
     least: what a factor cannot be below, because the card cannot read or multiply faster; "token" is the least slope of
     the table. A step counts less if it is an outlier. The time of a step is the longest of several sums (attention of
     prompts in two ways, or launching). Which sum is the longest follows from the factors, so the choice of sums and the
-    factors are found in turns. If no step shares keys, a shared key costs as much as one that tokens of one prompt
-    share, and without such tokens as much as any other. Raises ValueError without observations.
+    factors are found in turns. If no step shares keys, "shared_key" is "own_key", or "decode_key" if "own_key" is 0.
+    cache_bytes: of the device's cache, from which shared keys are read if they fit.
+
+    Raises ValueError without observations.
     """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
@@ -165,8 +167,11 @@ def fit_host(steps: Sequence[tuple[StepShape, float, float]]) -> dict[str, float
 
 
 def fit_counts(measured: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
-    """Seconds per each of two counts. measured: both counts, seconds that they took, and seconds of all that was
-    measured with them, to which the error is relative."""
+    """Seconds per unit of each of two counts.
+
+    measured: both counts, seconds that they took, and seconds of all that was measured with them. The error is relative
+    to the last.
+    """
     whole = np.array([seconds for *_, seconds in measured])
     a = np.array([counts for *counts, _, _ in measured]) / whole[:, None]
     first, second = non_negative_least_squares(a, np.array([seconds for *_, seconds, _ in measured]) / whole)

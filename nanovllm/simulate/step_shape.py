@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
 def shape_of(plan: StepPlan, scheduler: Scheduler | None = None) -> StepShape:
     """The counts of a plan. A last chunk of one token counts as a decode: it computes the same.
 
-    scheduler: that has made this plan, and no later one. It knows which keys are shared; without it none are.
+    scheduler: the one that made this plan, before it makes another. It knows how many keys are shared; without it 0.
     """
     # Nearly all are plain decodes: no guesses, and a pair for each key. So these are counted together.
     starts = [s[2] for s in plan.scheduled if s[3] == 1 and s[4]]
@@ -53,7 +53,8 @@ def shape_of(plan: StepPlan, scheduler: Scheduler | None = None) -> StepShape:
             prompt_keys = max(prompt_keys, start + num_tokens)
     shared_keys = shared_beginnings = 0
     if scheduler is not None and decodes > 1:
-        # Others that run have their part in what is shared. This is exact where all share one beginning
+        # Running sequences that do not decode in this step share keys as well, which do not count. The number is exact
+        # if all share one beginning.
         shared_keys = num_shared(scheduler) * (decodes - 1) // (len(scheduler.running) - 1)
         shared_keys = min(decode_keys, shared_keys)
         decode_keys -= shared_keys

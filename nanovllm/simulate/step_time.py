@@ -47,7 +47,7 @@ DEVICE_TERMS = {
     "first_prompt_key": "layers",  # of the first `FIRST_PROMPT_KEYS` of the longest context, added to "prompt_key"
 }
 FIRST_KEYS = 4096
-FIRST_PROMPT_KEYS = 2048  # longer contexts of few tokens are cut, and programs share their keys
+FIRST_PROMPT_KEYS = 2048  # a longer context is cut among programs if the chunk has few tokens
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
 # Where tokens of prompts are decodes of their own, no more keys are counted than this share of the most that such a
 # recording may read, and than so many for each key of the longest context. With more keys, larger recordings are
@@ -75,7 +75,7 @@ class Recordings:
     for, a row of padding included. max_operations: of the matrix products of a layer; a step with prompts that has more
     is not recorded.
     layer_operations, layer_key_bytes: operations, and bytes of keys and values, of a token in a layer. These depend on
-    the model. chunk_weight: how often each key of a chunk counts for `max_read`.
+    the model. chunk_weight: how many times each key of a chunk counts for `max_read`.
     """
 
     decodes: tuple[int, ...] = ()
@@ -126,8 +126,8 @@ class Recordings:
         return padded, Kind.LAUNCHED if launched else Kind.PROMPTS
 
     def read_keys(self, shape: StepShape) -> float:
-        """The keys that are read for sequences with several tokens, if each token reads the whole context of its chunk:
-        exact for one chunk, and about as many for several."""
+        """The keys that count for `max_keys`: those that sequences with several tokens read, if each token reads the
+        whole context of its chunk. Exact for one chunk, and an estimate for several."""
         chunks = min(shape.prompt_tokens * shape.prompt_keys, 2 * shape.prompt_pairs)
         guessing = shape.decode_keys + shape.shared_keys + shape.guess_keys if shape.guesses else 0
         return self.chunk_weight * chunks + guessing
@@ -209,8 +209,8 @@ class StepTime:
     def keys_of_decodes(self, shape: StepShape, kind: Kind) -> tuple[int, int]:
         """The keys that decodes and guesses read from memory, and those that they find in the device's cache.
 
-        In a recording with prompts, guesses share the keys of their sequence. No fewer are counted than a recording of
-        decodes may read: so more work never takes less time.
+        In a recording with prompts, guesses share the keys of their sequence. But as many are counted as a recording of
+        decodes may read at most: otherwise a step with more guesses would take less time.
         """
         read, cached = shape.decode_keys, shape.shared_keys
         guessed = shape.guess_keys
@@ -313,9 +313,10 @@ class StepTime:
         sizes = {name: tuple(raw["recordings"][name]) for name in ("decodes", "prompts")}
         recordings = Recordings(**{**raw["recordings"], **sizes})
         table = tuple((int(n), float(seconds)) for n, seconds in raw["table"])
-        # Where nobody knows better, a shared key costs as much as any other.
+        # In a file without this factor, a shared key costs as much as any other.
         device = {"shared_key": raw["device"].get("decode_key", 0.0)} | raw["device"]
-        return cls(table, device, raw["host"], raw["launch"], recordings)
+        cache_bytes = raw.get("cache_bytes") or math.inf
+        return cls(table, device, raw["host"], raw["launch"], recordings, cache_bytes)
 
 
 def line_at(rows: Sequence[tuple[int, float]], place: float) -> float:

@@ -124,7 +124,7 @@ class TokenGrammars:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self.num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-        # Of a grammar. The fewer there are, the more often a thread waits for a root that another thread works with.
+        # Of a grammar. The fewer there are, the more often a thread waits for a root that another thread uses.
         self.num_roots = min(MOST_ROOTS, 4 * self.num_threads) if self.num_threads > 1 else 1
         self._lock = Lock()  # guards what follows
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
@@ -182,8 +182,9 @@ class TokenGrammars:
         return self._num_asked - roots.last_asked > OUT_OF_USE
 
     def _has_room(self, roots: Roots) -> bool:
-        """Whether a grammar may get another root. Among grammars that are in use, one gives a root only to one that has
-        at least two less. If they just took each other's, each would be compiled again and again."""
+        """Whether a grammar may get another root. Among grammars that are in use, a grammar gives a root only to one
+        that has at least two fewer. Without this rule they would take each other's roots, and be compiled again and
+        again."""
         every = list(self._compiled.values())
         has_room = sum(map(len, every)) < MAX_COMPILED or self._is_out_of_use(every[0])
         return has_room or max(map(len, every)) > len(roots) + 1
@@ -191,7 +192,7 @@ class TokenGrammars:
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]], masks: Masks) -> None:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.
 
-        masks [N, ceil(vocab_size / 32)]: one line for each mask, in order; contiguous. See `StepMasks`.
+        masks [N, ceil(vocab_size / 32)]: a row for each mask, in order; contiguous. See `StepMasks`.
 
         Several threads share the work, without Python's lock. Neighbours go to the same thread, so the copies of a root
         are made neighbours: threads that wait for each other's root would be slower than one.

@@ -60,7 +60,7 @@ SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiproces
 MIN_TOKENS = 8  # columns of the matrix instruction, at least
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
 MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
-MAX_NORM_NUMBERS = 4096  # of all tokens, which are in registers: with more the norm by itself is faster
+MAX_NORM_NUMBERS = 4096  # tokens times inputs, all in registers: with more a kernel for the norm is faster
 MAX_NORM_STAGES = 8  # all weights of a program
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
@@ -116,7 +116,7 @@ def num_cuts(columns: int, inputs: int) -> int:
 
 
 def can_have_norm(num_tokens: int, inputs: int) -> bool:
-    """Whether the norm of so many tokens and inputs can be inside."""
+    """Whether the kernel can compute the norm of `num_tokens` tokens with `inputs` numbers each."""
     return num_tokens * inputs <= MAX_NORM_NUMBERS and inputs & (inputs - 1) == 0
 
 
