@@ -296,7 +296,7 @@ for router, kwargs in (("two-choices", {}), ("prefix", {}), ("prefix", {"imbalan
 
 # %%
 # NBVAL_CHECK_OUTPUT
-WALL = 41  # requests per second: a little less than the most that a replica finished above
+WALL = 42  # requests per second: a little less than the most that a replica finished above
 death = {"deaths": ((10.0, 0),), "startup_seconds": 10.0}
 
 
