@@ -315,7 +315,8 @@ class StepTime:
         table = tuple((int(n), float(seconds)) for n, seconds in raw["table"])
         # Where nobody knows better, a shared key costs as much as any other.
         device = {"shared_key": raw["device"].get("decode_key", 0.0)} | raw["device"]
-        return cls(table, device, raw["host"], raw["launch"], recordings)
+        cache_bytes = raw.get("cache_bytes") or math.inf
+        return cls(table, device, raw["host"], raw["launch"], recordings, cache_bytes)
 
 
 def line_at(rows: Sequence[tuple[int, float]], place: float) -> float:
