@@ -7,7 +7,6 @@ their reader waits.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -214,7 +213,7 @@ class ModelRunner:
         sizes = step_sizes(config, self.target.config)
         logits = self.target.make_logits(sizes.num_logits)
         if self.backend.eager_prefill:
-            sizes = replace(sizes, prompts=[])
+            sizes = sizes.without_prompts()
         inputs, longest = DecodeInputs(self.rows, sizes.decodes[-1]), self.rows.max_context_len
 
         def decode_step(numbers: Tensor) -> Sampled:

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.engine.speculation import ReplayProposer
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.torch_ref import TorchRefBackend
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
 from nanovllm.graphs.cuda_graph import record_nothing
@@ -272,6 +273,17 @@ def test_chunks_that_would_read_too_much_are_launched(
     monkeypatch.setattr(DecodeSteps, "replay", counting)
     tokens_of(llm, [[*range(50)]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert steps == [(0, True), (16, False), (32, False), (48, True), (50, True), (51, True)]
+
+
+def test_without_recordings_of_prompts_a_replay_may_read_more(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with flash-attn: a chunk of 128 tokens behind 1,024 of Qwen3-0.6B is still replayed, not launched."""
+    monkeypatch.setattr(TorchRefBackend, "eager_prefill", True)
+    recorded = runner_of(make_llm(lively_qwen3(checkpoints), "cpu", monkeypatch)).recorded
+    assert recorded is not None and not recorded.prompts.sizes
+    key_bytes = 2 * 2 * 32 * 4
+    assert 2 * 128 * 1152 * 4096 < recorded.decodes.max_keys * key_bytes <= 2 * 2**30
 
 
 @pytest.mark.parametrize(("guesses", "fits"), [((), False), ((5, 6, 7), True)], ids=["a chunk", "guesses"])
