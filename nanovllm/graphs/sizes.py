@@ -12,7 +12,7 @@ from nanovllm.models.config import ModelConfig
 # On an H200 both ways take about as long with these: 32 sequences of 3 guesses each, or a chunk of 64, behind 512 keys.
 MAX_REPLAYED = 256
 MAX_READ = 2**28
-# So many times more if no steps with prompts are recorded: on an H200, launching a layer takes longer than reading 2 GiB
+# So many times more if no steps with prompts are recorded: launching a layer takes an H200 longer than reading 2 GiB
 MORE_ALONE = 8
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))

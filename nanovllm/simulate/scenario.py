@@ -52,7 +52,7 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
             raise ValueError(f"router must be one of {', '.join(ROUTERS)}; got {self.router!r}")
-        for name in "kv_cache_dtype", "quantization", "enable_expert_parallel":
+        for name in "kv_cache_dtype", "quantization", "enable_expert_parallel", "enforce_eager":
             if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
                 raise ValueError(f"{name}={value!r} cannot be simulated; leave {name} out")
         if self.engine.speculation and self.engine.speculation.method == "draft":

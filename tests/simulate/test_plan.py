@@ -34,7 +34,8 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    "option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"enable_expert_parallel": True}]
+    "option",
+    [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"enable_expert_parallel": True}, {"enforce_eager": True}],
 )
 def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, option: dict[str, Any]) -> None:
     [(name, value)] = option.items()
