@@ -1,7 +1,7 @@
 """Which steps are recorded: those that take longer to launch than to compute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Scheduled
@@ -12,8 +12,8 @@ from nanovllm.models.config import ModelConfig
 # On an H200 both ways take about as long with these: 32 sequences of 3 guesses each, or a chunk of 64, behind 512 keys.
 MAX_REPLAYED = 256
 MAX_READ = 2**28
-# So many times more if no steps with prompts are recorded: launching a layer takes an H200 longer than reading 2 GiB
-MORE_ALONE = 8
+# So many times more, without counting twice, if no recording with prompts has room: launching a layer takes longer.
+MORE_ALONE = 4
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
 # Places of a recording with prompts: for sequences, the padding included, and for tokens that it samples, one for every
@@ -51,10 +51,6 @@ class StepSizes:
     def for_long_contexts(self) -> list[tuple[int, int]]:
         """Those of `with_prompts` that have a twin."""
         return [(tokens, self.places[0]) for tokens in self.prompts if tokens <= self.most_cut]
-
-    def without_prompts(self) -> "StepSizes":
-        """If steps with prompts cannot be recorded: what the recordings of decodes have no room for is launched."""
-        return replace(self, prompts=[], max_keys=MORE_ALONE * self.max_keys)
 
     @property
     def num_logits(self) -> int:

@@ -7,6 +7,7 @@ their reader waits.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -213,7 +214,7 @@ class ModelRunner:
         sizes = step_sizes(config, self.target.config)
         logits = self.target.make_logits(sizes.num_logits)
         if self.backend.eager_prefill:
-            sizes = sizes.without_prompts()
+            sizes = replace(sizes, prompts=[])
         inputs, longest = DecodeInputs(self.rows, sizes.decodes[-1]), self.rows.max_context_len
 
         def decode_step(numbers: Tensor) -> Sampled:
