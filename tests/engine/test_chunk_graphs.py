@@ -1,8 +1,8 @@
 """Recorded steps with prompts. On a CPU through the same code, with a stand-in that runs the step anew."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from functools import partial
 from typing import Any
 
 import pytest
