@@ -156,8 +156,8 @@ def test_a_card_survives_its_file(cards: Path) -> None:
     [path] = cards.iterdir()
     assert path.name == "x1.tiny.json"
     assert Card.read(path) == card()
-    of_gpu = card(time=replace(KNOWN, cache_bytes=5e7))
-    assert Card.read(of_gpu.write(cards)) == of_gpu
+    with_a_cache = card(time=replace(KNOWN, cache_bytes=5e7))
+    assert Card.read(with_a_cache.write(cards)) == with_a_cache
 
 
 def test_a_card_that_knows_nothing_of_shared_keys(cards: Path) -> None:
