@@ -70,7 +70,7 @@ class Scenario:
 
     @cached_property
     def costs(self) -> Costs:
-        return load_costs(self.card, self.model, self.engine.tensor_parallel_size)
+        return load_costs(self.card, self.model, self.engine.tensor_parallel_size).for_seats(self.engine.max_num_seqs)
 
     @cached_property
     def config(self) -> EngineConfig:

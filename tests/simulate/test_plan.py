@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -23,6 +23,9 @@ class Card(Linear):
 
     card, model, measured, source, kv_tokens = "made up", "any", True, "made up", 6400
     server, intake = ServerTime(), IntakeTime()
+
+    def for_seats(self, seats: int) -> Self:
+        return self
 
 
 @pytest.fixture
