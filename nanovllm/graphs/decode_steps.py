@@ -9,7 +9,7 @@ A step that verifies guesses or computes a few tokens of a prompt is replayed as
 its own, in the row of its sequence, one position on. All keys are written before any is read, so each token sees
 the tokens before it. The price: the context is read once per token, instead of once for all. So such a step has at
 most `max_several` tokens, which read at most `max_keys` keys; keys of chunks count twice. Larger steps are for
-`prompt_steps.py`.
+`prompt_steps.py`. If that has no recording for such a step, it may read more.
 
 A recording samples after every token. Where no token was asked for, as after most tokens of a prompt, it samples in the
 scratch row, which nobody reads.
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.graphs.sizes import StepSizes
+from nanovllm.graphs.sizes import MORE_ALONE, StepSizes
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
@@ -61,12 +61,15 @@ class DecodeSteps:
             self.load(size, NO_TOKENS)
             self._replays[size] = recorder(partial(step, self.numbers[size]))
 
-    def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
-        """Compute this work if it fits a recording and a replay pays; otherwise do nothing and return None."""
+    def replay(self, scheduled: Sequence[Scheduled], alone: bool = False) -> Sampled | None:
+        """Compute this work if it fits a recording and a replay pays; otherwise do nothing and return None.
+
+        alone: otherwise the work would be launched kernel by kernel.
+        """
         several = [s for s in scheduled if s.num_tokens > 1 or not s.sample]
         if not several:  # almost always
             return self.run(np.array([(s.row, s.row, s.start) for s in scheduled], dtype=np.int32).T)
-        if not self._fits(scheduled, several):
+        if not self._fits(scheduled, several, alone):
             return None
         numbers = [(s.row, s.start, s.num_tokens, s.sample and len(s.guesses) + 1) for s in scheduled]
         row, start, length, num_sampled = np.array(numbers, dtype=np.int32).T
@@ -76,13 +79,14 @@ class DecodeSteps:
         step = self.run(np.stack((np.where(asked, row, self.scratch_row), row, np.repeat(start, length) + place)))
         return step if asked.all() else step._replace(chosen=np.flatnonzero(asked))
 
-    def _fits(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> bool:
+    def _fits(self, scheduled: Sequence[Scheduled], several: list[Scheduled], alone: bool = False) -> bool:
         """Whether the step is small enough: in its number of tokens, and in the keys that they read."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
-        keys = sum(s.num_tokens * (s.start + s.num_tokens) * (1 if s.guesses else 2) for s in longer)
+        of_chunk, max_keys = (1, MORE_ALONE * self.max_keys) if alone else (2, self.max_keys)
+        keys = sum(s.num_tokens * (s.start + s.num_tokens) * (1 if s.guesses else of_chunk) for s in longer)
         most = self.max_several if longer else num_tokens
-        return num_tokens <= min(most, self.sizes[-1]) and keys <= self.max_keys
+        return num_tokens <= min(most, self.sizes[-1]) and keys <= max_keys
 
     def run(self, tokens: NDArray[Any]) -> Sampled:
         """Replay the smallest recording that has room for these decodes [3, N]: the row that each samples in, the row

@@ -118,5 +118,7 @@ class RecordedSteps:
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work by the cheapest recording; if no recording has room, do nothing and return None."""
         if all(s.num_tokens > FEW_CUT_TOKENS for s in scheduled) and has_long_context(scheduled):
-            return self.prompts.replay(scheduled) or self.decodes.replay(scheduled)
-        return self.decodes.replay(scheduled) or self.prompts.replay(scheduled)
+            replayed = self.prompts.replay(scheduled) or self.decodes.replay(scheduled)
+        else:
+            replayed = self.decodes.replay(scheduled) or self.prompts.replay(scheduled)
+        return replayed or self.decodes.replay(scheduled, alone=True)

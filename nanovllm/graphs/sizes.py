@@ -13,6 +13,8 @@ from nanovllm.models.config import ModelConfig
 # and for a chunk of 64 behind 512 keys.
 MAX_REPLAYED = 256
 MAX_READ = 2**28
+# So many times more, without counting twice, if no recording with prompts has room: launching a layer takes longer.
+MORE_ALONE = 4
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
 # Places of a recording with prompts: for sequences, the padding included, and for tokens that it samples, one for every

@@ -7,7 +7,7 @@ grown with the bytes or operations behind it; `Costs.source` says which.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -127,6 +127,10 @@ class Costs:
     intake: IntakeTime
     server: ServerTime
     kv_tokens: int  # for so many tokens the KV cache of one replica has room, about
+
+    def for_seats(self, seats: int) -> "Costs":
+        """In an engine in which so many sequences may run."""
+        return replace(self, time=replace(self.time, recordings=self.time.recordings.for_seats(seats)))
 
     def device_seconds(self, shape: StepShape) -> float:
         return self.time.device_seconds(shape)

@@ -52,7 +52,7 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
             raise ValueError(f"router must be one of {', '.join(ROUTERS)}; got {self.router!r}")
-        for name in "kv_cache_dtype", "quantization", "enable_expert_parallel":
+        for name in "kv_cache_dtype", "quantization", "enable_expert_parallel", "enforce_eager":
             if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
                 raise ValueError(f"{name}={value!r} cannot be simulated; leave {name} out")
         if self.engine.speculation and self.engine.speculation.method == "draft":
@@ -70,7 +70,7 @@ class Scenario:
 
     @cached_property
     def costs(self) -> Costs:
-        return load_costs(self.card, self.model, self.engine.tensor_parallel_size)
+        return load_costs(self.card, self.model, self.engine.tensor_parallel_size).for_seats(self.engine.max_num_seqs)
 
     @cached_property
     def config(self) -> EngineConfig:

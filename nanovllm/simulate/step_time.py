@@ -93,6 +93,13 @@ class Recordings:
         operations, key_bytes = 2 * model.num_active_parameters / layers, Needs(model, itemsize).key_bytes / layers
         return replace(self, layer_operations=operations, layer_key_bytes=key_bytes)
 
+    def for_seats(self, seats: int) -> "Recordings":
+        """Of an engine in which so many sequences may run: there are recordings for all of them, in steps of 16."""
+        if not self.decodes or seats <= self.decodes[-1]:
+            return self
+        decodes = *self.decodes, *range(self.decodes[-1] + 16, seats, 16), seats
+        return replace(self, decodes=decodes, max_sequences=seats + 1)
+
     @cached_property
     def largest(self) -> int:
         """Tokens of the largest recording of a step with prompts; 0 if there is none."""

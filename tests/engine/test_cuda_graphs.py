@@ -17,6 +17,7 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
 from nanovllm.graphs.cuda_graph import record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
+from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import StepSizes, batch_sizes
 from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.pinned import Writes, host_buffers
@@ -258,18 +259,18 @@ def test_prompts_stay_what_they_are(
 def test_chunks_that_would_read_too_much_are_launched(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "MAX_READ", 1000 * 2 * 2 * 32 * 4)  # 1000 keys and values of 2 heads
+    monkeypatch.setattr(sizes, "MAX_READ", 125 * 2 * 2 * 32 * 4)  # 125 keys and values of 2 heads, or 500
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16)
     recorded = runner_of(llm).recorded
-    assert recorded is not None and recorded.decodes.max_keys == 1000
-    replay, steps = DecodeSteps.replay, []
+    assert recorded is not None and recorded.decodes.max_keys == 125
+    replay, steps = RecordedSteps.replay, []
 
-    def counting(self: DecodeSteps, scheduled: Any) -> Any:
+    def counting(self: RecordedSteps, scheduled: Any) -> Any:
         replayed = replay(self, scheduled)
         steps.append((scheduled[0].start, replayed is not None))
         return replayed
 
-    monkeypatch.setattr(DecodeSteps, "replay", counting)
+    monkeypatch.setattr(RecordedSteps, "replay", counting)
     tokens_of(llm, [[*range(50)]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert steps == [(0, True), (16, False), (32, False), (48, True), (50, True), (51, True)]
 
@@ -279,6 +280,29 @@ def test_keys_of_chunks_count_twice(guesses: tuple[int, ...], fits: bool) -> Non
     work = [Scheduled(0, 0, 146, 4, True, (), guesses), Scheduled(1, 1, 9000, 1, True, ())]
     steps: Any = SimpleNamespace(sizes=[256], max_several=256, max_keys=1000)
     assert DecodeSteps._fits(steps, work, work[:1]) is fits
+
+
+@pytest.mark.parametrize("seats", [32, 300])
+def test_guesses_for_which_no_recording_with_prompts_has_room(seats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 sequences with 7 guesses each have 256 samples. With 32 seats there is no recording with prompts for these,
+    and to launch them kernel by kernel would take longer than reading their keys."""
+    guessing = {"speculative": {"method": "ngram", "k": 7}}
+    llm = make_llm(EMBEDDED_MODEL, "cpu", monkeypatch, max_num_seqs=seats, max_model_len=512, **guessing)
+    recorded = runner_of(llm).recorded
+    assert recorded is not None
+    monkeypatch.setattr(recorded.decodes, "max_keys", 2**28 // 4096)  # of Qwen3-0.6B, or of Qwen3-8B
+    nothing = torch.zeros(256, 1)
+    sampled = Sampled(nothing, nothing, nothing, nothing, None)
+    monkeypatch.setattr(recorded.decodes, "run", lambda tokens: sampled)
+    monkeypatch.setattr(recorded.prompts, "_load", lambda *_: None)
+    monkeypatch.setattr(recorded.prompts, "_replays", dict.fromkeys(recorded.prompts._replays, lambda: sampled))
+    found = []
+    for context in 200, 500, 1000, 2000:
+        work = [Scheduled(row, row, context - 8, 8, True, (), (1,) * 7) for row in range(32)]
+        replayed = recorded.replay(work)
+        found.append("launched" if replayed is None else "decodes" if replayed is sampled else "prompts")
+    larger = ["decodes", "decodes", "launched"] if seats == 32 else ["prompts"] * 3
+    assert found == ["decodes", *larger]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,6 +59,7 @@ def test_the_recorded_runs_give_the_right_answers() -> None:
 def test_what_the_scenes_suggest_to_try_shows_what_they_say() -> None:
     balanced = played("affinity", router="two-choices")["totals"]
     assert f"99% come within {balanced['p99'] / 1000:.2f} s" in SCENES["affinity"]["question"]
+    assert 0.05 < SCENES["affinity"]["run"]["totals"]["p99"] / balanced["p99"] < 0.15  # "About a tenth of that"
     changes: dict[str, Any]
     for changes in ({"num_blocks": 208}, {"rate": 100}):
         two, prefix = (played("affinity", router=router, **changes)["totals"] for router in ("two-choices", "prefix"))

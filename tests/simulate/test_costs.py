@@ -15,8 +15,10 @@ from nanovllm.models.config import read_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate import costs as costs_module
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime, StepShape, load_costs, shape_of
+from nanovllm.simulate.fleet import FleetOptions
 from nanovllm.simulate.needs import KINDS, Architecture, Needs, read_architecture
-from nanovllm.simulate.step_time import Recordings
+from nanovllm.simulate.scenario import Scenario, WorkloadOptions
+from nanovllm.simulate.step_time import Kind, Recordings
 from tests.simulate.test_step_time import KNOWN
 
 # --- counts of real plans ---------------------------------------------------------------------------------------------
@@ -174,6 +176,27 @@ def test_a_measured_model_has_its_own_factors(cards: Path) -> None:
     assert found.measured and found.source == "measured on x1 (a grid of 3 steps)"
     assert found.time == KNOWN and found.kv_tokens == 10_000
     assert load_costs(str(cards / "x1.tiny.json"), "tiny") == found
+
+
+def test_an_engine_with_more_seats_than_were_measured_records_more() -> None:
+    costs = load_costs("h200", "Qwen3-0.6B")
+    assert costs.for_seats(512) == costs.for_seats(64) == costs
+    more = costs.for_seats(1000)
+    alone, beside = StepShape(600, 300_000, samples=600), StepShape(600, 300_000, 1, 100, 5050, 601, prompt_keys=100)
+    for shape, kind in (alone, Kind.DECODES), (beside, Kind.PROMPTS):
+        assert costs.time.recordings.run(shape)[1] is Kind.LAUNCHED
+        assert more.time.recordings.run(shape) == (608 if shape is alone else 768, kind)
+        assert more.device_seconds(shape) < costs.device_seconds(shape)
+    assert more.time.recordings.run(StepShape(decodes=1000)) == (1000, Kind.DECODES)
+    engine = EngineConfig(max_num_seqs=1000)
+    scenario = Scenario(
+        model="Qwen3-0.6B",
+        card="h200",
+        engine=engine,
+        workload=WorkloadOptions(rate=1.0, queries=1),
+        fleet=FleetOptions(),
+    )
+    assert scenario.costs == more
 
 
 def test_another_model_costs_in_proportion(cards: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -24,6 +24,9 @@ class Card(Linear):
     card, model, measured, source, kv_tokens = "made up", "any", True, "made up", 6400
     server, intake = ServerTime(), IntakeTime()
 
+    def for_seats(self, seats: int) -> Self:
+        return self
+
 
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
@@ -34,7 +37,8 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    "option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"enable_expert_parallel": True}]
+    "option",
+    [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"enable_expert_parallel": True}, {"enforce_eager": True}],
 )
 def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, option: dict[str, Any]) -> None:
     [(name, value)] = option.items()

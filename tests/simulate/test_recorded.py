@@ -136,5 +136,6 @@ def test_a_card_has_the_factors_that_its_points_give(path: Path) -> None:
     assert again.recordings == card.time.recordings
     for point in card.points:
         shape = StepShape(*point["shape"])
+        assert card.time.device_seconds(shape) == pytest.approx(point["fitted"], rel=1e-6)
         assert again.device_seconds(shape) == pytest.approx(point["fitted"], rel=0.01)
         assert again.host_seconds(shape) == pytest.approx(card.time.host_seconds(shape), rel=0.01)
