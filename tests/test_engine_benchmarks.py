@@ -24,7 +24,7 @@ from tests.weights import VOCAB, lively_qwen3
 
 NAMES = (
     *("throughput", "sampling", "structured", "latency", "startup", "prefix", "mixed", "idle", "phases", "quantised"),
-    *("kv_cache", "experts", "ablations", "speculation"),
+    *("kv_cache", "experts", "ablations", "speculation", "uses", "shape"),
 )
 QUICK = ["--quick", "--device", "cpu", "--rounds", "1", "--repeats", "1"]
 

@@ -4,7 +4,7 @@
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput sampling latency idle phases startup prefix mixed
-#                                 ablations quantised kv_cache experts speculation tensor_parallel
+#                                 ablations quantised kv_cache experts uses speculation tensor_parallel
 #   RANKS=4                       how many GPUs there are, for tensor_parallel and to share the tests; with more than one,
 #                                 the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
@@ -69,7 +69,7 @@ for benchmark in ${BENCHMARKS:-}; do
   options=()
   case $benchmark in
     tensor_parallel) options+=(--ranks "${RANKS:-2}") ;;&
-    throughput|sampling|latency|startup|prefix|quantised|kv_cache|experts|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
+    throughput|sampling|latency|startup|prefix|quantised|kv_cache|experts|uses|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
     ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
   esac
   "$python" -m benchmarks.engine "$benchmark" --out "$out" "${options[@]}" || status=1

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, arrivals, speed, tensor_parallel, uses
+from benchmarks.engine import LARGE_SHAPE, SHAPE, arrivals, quantised, speed, tensor_parallel, uses
 from benchmarks.lib import harness, tables, workloads
 from benchmarks.lib.harness import Measured
 from benchmarks.lib.process import Engine
@@ -95,7 +95,7 @@ of_ranks = partial(speed.measure_small, repeats=1, **tensor_parallel.FULL)
 # What log-probabilities cost is not modelled
 plain_uses = {name: use for name, use in uses.USES.items() if not use.keys() & {"logprobs", "prompt_logprobs"}}
 other_uses = partial(uses.measure, repeats=1, uses=plain_uses, long=uses.LONG)
-of_shape = partial(uses.measure_shape, repeats=1, sizes=asdict(workloads.HEADLINE), small=uses.SMALL)
+of_shape = partial(quantised.measure, repeats=1, sizes=asdict(workloads.HEADLINE), small=uses.SMALL)
 
 SMALL, RANKS = by_batch(speed.SMALL["batches"]), by_batch(tensor_parallel.FULL["batches"])
 SHARED = tuple(

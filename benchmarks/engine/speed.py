@@ -92,21 +92,26 @@ def describe_headline(limit: dict[str, Any]) -> str:
     )
 
 
-def throughput(options: Namespace) -> Showcase:
-    limit = roofline.roofline(options)
+def share_of(limit: dict[str, Any]) -> Figure:
+    """The throughput of the headline workload, in percent of what `roofline` found."""
     tokens_per_second = metric("headline", "tokens_per_second")
 
     def share(measured: Measured) -> float:
         return 100 * (tokens_per_second(measured) or 0) / limit["tokens_per_second"]
 
+    return Figure("share", "share of the limit", "%", "higher", share)
+
+
+def throughput(options: Namespace) -> Showcase:
+    limit = roofline.roofline(options)
     return Showcase(
         name="throughput",
         title="The headline workload",
         workload=describe_headline(limit),
         contenders=[ours(options), *vllm(options)],
         figures=[
-            Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second),
-            Figure("share", "share of the limit", "%", "higher", share),
+            higher("throughput", "throughput", "tokens/s", "headline", "tokens_per_second"),
+            share_of(limit),
         ],
         notes=[roofline.describe(limit)],
         measure=measure_headline,

@@ -27,7 +27,14 @@ from benchmarks.lib import harness, roofline, tables
 from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
-from nanovllm.graphs.sizes import MAX_READ, MAX_REPLAYED, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
+from nanovllm.graphs.sizes import (
+    CHUNK_WEIGHT,
+    MAX_READ,
+    MAX_REPLAYED,
+    OPERATIONS_WHILE_LAUNCHING,
+    PROMPT_SIZES,
+    batch_sizes,
+)
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
 from nanovllm.simulate.fit import (
     Observation,
@@ -51,7 +58,7 @@ RECORDINGS = Recordings(
     max_read=MAX_READ,
     max_sequences=MOST_SEQUENCES + 1,
     max_operations=OPERATIONS_WHILE_LAUNCHING,
-    chunk_weight=2,
+    chunk_weight=CHUNK_WEIGHT,
 )
 NOT_FITTED = StepTime(((0, 0.0),), {}, {})
 

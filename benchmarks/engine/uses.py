@@ -11,9 +11,9 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.engine import ours, speed, vllm
+from benchmarks.engine import ours, quantised, speed, vllm
 from benchmarks.lib import roofline, workloads
-from benchmarks.lib.harness import Figure, Measured, Showcase, by_batch, higher, lower, metric
+from benchmarks.lib.harness import Measured, Showcase, by_batch, higher, lower
 from benchmarks.lib.process import GREEDY, SAMPLED, Engine, random_prompts
 
 Use = dict[str, Any]
@@ -39,7 +39,7 @@ def measure(engine: Engine, repeats: int, uses: dict[str, Use], long: dict[str, 
         scenarios: Measured = {}
         for place, (name, use) in enumerate(uses.items()):
             lengths = [use["prompt"]] * use["requests"]
-            prompts = random_prompts(lengths, 100 * repeat + place, long["highest_id"])
+            prompts = random_prompts(lengths, 100 * (repeat + 1) + place, long["highest_id"])
             kind = SAMPLED[0] | {key: use[key] for key in ("n", "prompt_logprobs", "logprobs") if key in use}
             start = engine.clock()
             for output in engine.generate(prompts, [use["tokens"]] * use["requests"], [kind]):
@@ -88,20 +88,9 @@ def showcase(options: Namespace) -> Showcase:
     )
 
 
-def measure_shape(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any]) -> list[Measured]:
-    """In the process of one contender."""
-    headlines, batches = speed.measure_headline(engine, repeats, sizes), speed.measure_small(engine, repeats, **small)
-    return [headline | batch for headline, batch in zip(headlines, batches, strict=True)]
-
-
 def shape(options: Namespace) -> Showcase:
     limit = roofline.roofline(options)
     small = speed.QUICK_SMALL if options.quick else SMALL
-    tokens_per_second = metric("headline", "tokens_per_second")
-
-    def share(measured: Measured) -> float:
-        return 100 * (tokens_per_second(measured) or 0) / limit["tokens_per_second"]
-
     sizes = asdict(workloads.QUICK if options.quick else workloads.HEADLINE)
     return Showcase(
         name="shape" if options.quick else f"shape.{options.model.name}",
@@ -110,10 +99,10 @@ def shape(options: Namespace) -> Showcase:
         contenders=[ours(options), *vllm(options)],
         figures=[
             *by_batch("ms_per_token", "time per token", small["batches"]),
-            Figure("throughput", "throughput of the headline workload", "tokens/s", "higher", tokens_per_second),
-            Figure("share", "share of the limit", "%", "higher", share),
+            higher("throughput", "throughput of the headline workload", "tokens/s", "headline", "tokens_per_second"),
+            speed.share_of(limit),
         ],
-        measure=measure_shape,
+        measure=quantised.measure,
         arguments={"sizes": sizes, "small": small},
         rounds=2,
         repeats=2,

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.graphs.sizes import MORE_ALONE, StepSizes
+from nanovllm.graphs.sizes import CHUNK_WEIGHT, MORE_ALONE, StepSizes
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
@@ -83,7 +83,7 @@ class DecodeSteps:
         """Whether the step is small enough: in its number of tokens, and in the keys that they read."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
-        of_chunk, max_keys = (1, MORE_ALONE * self.max_keys) if alone else (2, self.max_keys)
+        of_chunk, max_keys = (1, MORE_ALONE * self.max_keys) if alone else (CHUNK_WEIGHT, self.max_keys)
         keys = sum(s.num_tokens * (s.start + s.num_tokens) * (1 if s.guesses else of_chunk) for s in longer)
         most = self.max_several if longer else num_tokens
         return num_tokens <= min(most, self.sizes[-1]) and keys <= max_keys

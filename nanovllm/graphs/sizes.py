@@ -13,6 +13,7 @@ from nanovllm.models.config import ModelConfig
 # and for a chunk of 64 behind 512 keys.
 MAX_REPLAYED = 256
 MAX_READ = 2**28
+CHUNK_WEIGHT = 2
 # So many times more, without counting twice, if no recording with prompts has room: launching a layer takes longer.
 MORE_ALONE = 4
 # Tokens of the recordings with prompts
