@@ -5,6 +5,7 @@ times a scale in float32. An output channel shares a scale, or a block of R x C 
 """
 
 from collections.abc import Callable
+from functools import partial as bind
 from math import gcd
 
 import torch
@@ -79,6 +80,10 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
     def gated(self, x: Tensor) -> Tensor:
         kernel = fp8_kernel(x) if self.bias is None else None
         return silu_and_mul(self(x)) if kernel is None else kernel(x, self.weight, self.scale, gated=True)
+
+    def norm_kernel(self, num_tokens: int, *, gated: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        kernel = super().norm_kernel(num_tokens, gated=gated)
+        return None if kernel is None else bind(kernel, scale=self.scale)
 
 
 def fp8_kernel(x: Tensor) -> Callable[..., Tensor] | None:

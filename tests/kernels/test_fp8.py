@@ -14,6 +14,8 @@ from nanovllm.kernels.fp8.block_linear import BlockTile, block_linear, choose_bl
 from nanovllm.kernels.fp8.fp8_linear import FEW_TOKENS, choose_tile, fp8_linear
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
 from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
+from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+from nanovllm.kernels.linear.choice import choose_norm_linear, hopper_linear
 from nanovllm.kernels.linear.tiled_linear import num_splits
 from tests.kernels.as_card import as_card
 from tests.kernels.test_fused import Where, normal
@@ -180,7 +182,7 @@ def test_fp8_linear(dtype: torch.dtype, inputs: int, scales: str, kind: str) -> 
     """Whatever computes it. For few tokens only sums are rounded; for more, in bf16, so is the input, to four bits."""
     outputs = 768
     weight, scale = weights("cuda", outputs, inputs, ROWS[scales])
-    for num_tokens in (1, 16, 33, FEW_TOKENS, FEW_TOKENS + 1, 200, 700):
+    for num_tokens in (1, 3, 16, 33, FEW_TOKENS, FEW_TOKENS + 1, 200, 700):
         x = normal(("cuda", dtype), num_tokens, inputs)
         bias = normal(("cuda", dtype), outputs, seed=3) if kind == "bias" else None
         how = {} if kind in ("plain", "bias") else {kind: True}
@@ -192,6 +194,34 @@ def test_fp8_linear(dtype: torch.dtype, inputs: int, scales: str, kind: str) -> 
         error = error_of(found - added, expected - added)
         assert error < (ROUNDING[dtype] if exact else 0.06), (num_tokens, error)
         assert exact or error > 0.005, "the input was not quantised?"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "dtype"), [(4, torch.bfloat16), (1, torch.float16), (0, torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+@pytest.mark.parametrize("scales", ROWS)
+@pytest.mark.parametrize("inputs", [128, 1024, 2048, 4096])
+def test_the_norm_inside(inputs: int, scales: str, kind: str, parts: int, dtype: torch.dtype) -> None:
+    """The sum is that of `add_rms_norm` bit for bit, and the result that of the same product."""
+    device, outputs, gated = torch.device("cuda", torch.cuda.current_device()), 768, kind == "gated"
+    weight, scale = weights("cuda", outputs, inputs, ROWS[scales])
+    bias = normal(("cuda", dtype), outputs, seed=3) if kind == "bias" else None
+    norm_weight, asked = normal(("cuda", dtype), inputs, seed=4), 0
+    for num_tokens in (1, 2, 3, 4):
+        kernel = choose_norm_linear(num_tokens, weight, gated=gated)
+        if kernel is None:
+            continue
+        asked += 1
+        shape = (parts, num_tokens, inputs) if parts else (num_tokens, inputs)
+        x, residual = (
+            normal(("cuda", torch.float32 if parts else dtype), *shape),
+            normal(("cuda", dtype), num_tokens, inputs),
+        )
+        ours, total = kernel(x, residual, norm_weight, 1e-6, weight, bias, scale)
+        normed, expected = add_rms_norm(x, residual, norm_weight, 1e-6)
+        assert torch.equal(total, expected)
+        assert error_of(ours, truth(normed, weight, scale, kind, bias)) < ROUNDING[dtype], num_tokens
+    assert asked or hopper_linear(device) is None or (gated and inputs == 4096)
 
 
 def test_every_layer_gets_a_tile_that_fits() -> None:

@@ -18,7 +18,14 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
-from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_fp8_tile, choose_tile
+from nanovllm.kernels.hopper.weight_prefetch_linear import (
+    SHARED_BYTES,
+    PrefetchTile,
+    can_have_norm,
+    choose_fp8_tile,
+    choose_tile,
+    norm_in_fp8,
+)
 from nanovllm.kernels.linear import choice
 from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear, choose_on_any_gpu, hopper_linear
 from tests.kernels.as_card import as_card
@@ -86,9 +93,17 @@ def test_which_layers_have_the_norm_inside(gated: bool, hopper: None) -> None:
         for inputs in (896, 1024, 2048)
     }
     assert counts == {896: [], 1024: [1, 2, 3, 4], 2048: [1, 2]}
-    for dtype in (torch.float32, torch.float8_e4m3fn):
-        assert choose_norm_linear(1, empty(4096, 1024, dtype), gated=gated) is None
+    assert choose_norm_linear(1, empty(4096, 1024, torch.float32), gated=gated) is None
     assert choose_norm_linear(1, empty(4096 + 32, 1024), gated=gated) is None, "no whole tiles"
+    in_fp8 = {
+        inputs: [
+            n
+            for n in (1, 2, 4, 5)
+            if choose_norm_linear(n, empty(6 * inputs if gated else 6144, inputs, torch.float8_e4m3fn), gated=gated)
+        ]
+        for inputs in (896, 1024, 2048, 4096)
+    }
+    assert in_fp8 == {896: [], 1024: [1, 2, 4], 2048: [1, 2], 4096: [] if gated else [1]}
 
 
 def test_tiles_for_a_few_more_tokens(hopper: None) -> None:
@@ -156,19 +171,25 @@ def test_for_a_handful_of_tokens_programs_are_enough_and_run_at_once(kind: str, 
                 assert size * (min(3, -(-programs // 128)) if tile.stages > 3 else 1) <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("kind", HOW)
-def test_in_fp8_all_programs_run_at_once(kind: str) -> None:
+def test_in_fp8_all_programs_run_at_once(kind: str, norm: bool) -> None:
     """With whole blocks of 128 inputs in a step, and three blocks under way at least."""
-    for num_tokens in (1, 8, 9, 17, 64, 65, 1000):
-        for columns in (64, 1024, 4096, 12288, 25600):
+    for num_tokens in (1, 2, 4, 8, 9, 17, 64, 65, 1000):
+        for columns in (64, 1024, 4096, 6144, 12288, 25600):
             for inputs in (128, 384, 1024, 4096, 12288, 18944):
-                tile = choose_fp8_tile(num_tokens, columns, inputs, kind == "gated", kind == "partial")
-                depth = inputs // tile.splits
-                assert tile.inner % 128 == 0 and depth * tile.splits == inputs and depth % tile.inner == 0
-                assert tile.splits == 1 or (kind == "partial" and tile.splits <= 4)
-                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                gated, partial = kind == "gated", kind == "partial" and not norm
+                if norm and not (norm_in_fp8(num_tokens, columns, inputs, gated) and can_have_norm(num_tokens, inputs)):
+                    continue
+                tile = choose_fp8_tile(num_tokens, columns, inputs, gated, partial, norm=norm)
+                depth, rows = inputs // (tile.splits * tile.cuts), tile.tokens * tile.cuts
+                assert tile.inner % 128 == 0 and depth * tile.splits * tile.cuts == inputs and depth % tile.inner == 0
+                assert tile.splits == 1 or (partial and tile.splits <= 4)
+                assert 8 <= rows and (tile.cuts == 1 or (not gated and tile.splits == 1 and num_tokens <= 4))
+                tiles = columns * tile.cuts // (32 if gated else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
-                assert resident * tile.stages * tile.inner * (64 + 2 * tile.tokens) <= SHARED_BYTES
+                size = tile.stages * tile.inner * (64 + (0 if norm else 2 * rows)) + 2 * tile.tokens * inputs * norm
+                assert resident * size <= SHARED_BYTES
                 assert tile.stages * tile.inner >= min(384, depth) and tile.tokens >= min(num_tokens, 64)
 
 
@@ -196,6 +217,12 @@ CASES: list[tuple[str, PrefetchTile, int, bool, int, int]] = [
     ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 0, 4),
     ("plain", PrefetchTile(4, 128, 8, 1, 2), 8, True, 0, 2),
     ("gated", PrefetchTile(8, 128, 5, 1), 16, False, 0, 2),
+    ("partial", PrefetchTile(1, 128, 8, 1, 8), 3, False, 1, 0),
+    ("partial", PrefetchTile(4, 256, 4, 1, 2), 4, False, 128, 0),
+    ("plain", PrefetchTile(8, 512, 4, 1), 8, True, 1, 1),
+    ("plain", PrefetchTile(4, 128, 8, 1, 2), 4, True, 128, 4),
+    ("gated", PrefetchTile(8, 256, 4, 1), 4, False, 1, 4),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 128, 2),
 ]
 
 
@@ -266,7 +293,8 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
         assert found["x after the wait"] == (0 if normed else orders * (stages + (steps > stages))), case
         if normed:
             loads = steps * tile.inner * tile.cuts // 1024  # of the norm's weight: 8 elements for each thread
-            assert found["loads before the wait"] == loads, case
+            scales = 2 if scale_rows else 0  # a thread has the sums of two rows
+            assert found["loads before the wait"] == loads + scales, case
             assert found["loads after the wait"] >= 5 * normed, case  # two for each part, and the residual
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)

@@ -62,6 +62,7 @@ MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, m
 MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
 MAX_NORM_NUMBERS = 4096  # tokens times inputs, all in registers: with more a kernel for the norm is faster
 MAX_NORM_STAGES = 8  # all weights of a program
+HANDFUL, NARROW = 4, 2048  # tokens, and the hidden size of a small model
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
@@ -115,6 +116,18 @@ def num_cuts(columns: int, inputs: int) -> int:
     return cuts
 
 
+def is_handful(num_tokens: int, hidden: int) -> bool:
+    """Whether weights in FP8 are for so few tokens of such a small model that inputs are cut within programs."""
+    return num_tokens <= HANDFUL and hidden <= NARROW
+
+
+def norm_in_fp8(num_tokens: int, columns: int, inputs: int, gated: bool) -> bool:
+    """Whether weights in FP8 are faster with the norm inside: if all inputs of all programs have room."""
+    programs = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
+    shared = SHARED_BYTES // min(3, triton.cdiv(programs, PROGRAMS)) - 2 * MIN_TOKENS * inputs
+    return num_tokens <= HANDFUL and shared >= MIN_STAGES * 256 * WEIGHT_ROWS
+
+
 def can_have_norm(num_tokens: int, inputs: int) -> bool:
     """Whether the kernel can compute the norm of `num_tokens` tokens with `inputs` numbers each."""
     return num_tokens * inputs <= MAX_NORM_NUMBERS and inputs & (inputs - 1) == 0
@@ -154,23 +167,28 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
 
 
 @cache
-def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool) -> PrefetchTile:
+def choose_fp8_tile(
+    num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool, *, norm: bool = False
+) -> PrefetchTile:
     """`choose_tile` for weights in FP8: the longest steps of which three have room, of 512 inputs at most.
 
     Widening takes nearly as long as reading. So barriers have to be rare, and there is one for each step. If the parts
     of the inputs are long, they are cut once more, so that a multiprocessor has two programs.
     """
-    tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
-    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
-    splits = num_splits(inputs, tiles, 128) if partial else 1
-    if partial and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
+    cuts = num_cuts(columns, inputs) if is_handful(num_tokens, columns if partial else inputs) and not gated else 1
+    tokens = min(64, max(MIN_TOKENS // cuts, triton.next_power_of_2(num_tokens)))
+    tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = num_splits(inputs, tiles, 128) if partial and cuts == 1 else 1
+    if partial and cuts == 1 and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
         splits *= 2
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
-    depth, inner, input_bytes = inputs // splits, 512, WEIGHT_ROWS + 2 * tokens
+    depth, inner, input_bytes = inputs // (splits * cuts), 512, WEIGHT_ROWS + 2 * tokens * cuts
+    if norm:
+        shared, input_bytes = shared - 2 * tokens * inputs, WEIGHT_ROWS
     while inner > 128 and (depth % inner or depth < 4 * inner or MIN_STAGES * inner * input_bytes > shared):
         inner //= 2
     return PrefetchTile(
-        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits
+        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits, cuts
     )
 
 
@@ -194,7 +212,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     X_ROWS: gl.constexpr = TOKENS * CUTS
     X_TILES: gl.constexpr = SIZE // (CUTS * INNER) if NORMED else STAGES
     BYTES: gl.constexpr = (ROWS * weight_desc.dtype.primitive_bitwidth // 8 + (0 if NORMED else X_ROWS * 2)) * INNER
-    x_type: gl.constexpr = weight_desc.dtype if NORMED else x_desc.dtype
+    x_type: gl.constexpr = total_ptr.dtype.element_ty if NORMED else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
@@ -215,9 +233,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         row = gl.arange(0, ROWS, gl.SliceLayout(1, product))
         if HALVES == 2:
             row = row // 16 * 8 + row % 8 + row // 8 % 2 * outputs
-        scale_ptr += (first_column + row) // SCALE_ROWS * (1 if SCALE_ROWS == 1 else inputs // PRODUCT_INNER)
-        if SCALE_ROWS > 1:
-            scale_ptr += begin * (INNER // PRODUCT_INNER)
+        row += first_column
+        if SCALE_ROWS == 1:
+            scale_ptr += row // CUTS
+        else:
+            groups = inputs // PRODUCT_INNER
+            scale_ptr += (row // (CUTS * SCALE_ROWS) * CUTS + row % CUTS) * groups + begin * (INNER // PRODUCT_INNER)
         scale = gl.load(scale_ptr)
     if PDL:
         gdc_launch_dependents()
@@ -256,7 +277,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
                 if begun + PRODUCT_INNER == INNER:
                     next_stage = following % STAGES
                     mbarrier.wait(full.index(next_stage), (following // STAGES) & 1, pred=following < steps)
-                x = x_tiles.index(stage).slice(begun, PRODUCT_INNER, 1).permute((1, 0))
+                x = x_tiles.index(step if NORMED else stage).slice(begun, PRODUCT_INNER, 1).permute((1, 0))
                 sums = warpgroup_mma(rows, x, acc, use_acc=SCALE_ROWS == 1, is_async=True)
                 next_rows = w_tiles.index(next_stage).reshape([ROWS, INNER])
                 next_rows = _widened(next_rows, (begun + PRODUCT_INNER) % INNER, product, x_type)
@@ -277,7 +298,10 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
                 tma.async_copy_global_to_shared(
                     weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(stage), pred=refill
                 )
-                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(stage), pred=refill)
+                if not NORMED:
+                    tma.async_copy_global_to_shared(
+                        x_desc, [first_token, start], bar, x_tiles.index(stage), pred=refill
+                    )
         if SCALE_ROWS == 1:
             acc *= scale[:, None]
     else:
@@ -346,14 +370,16 @@ def norm_linear(
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     tile: PrefetchTile,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm(x, residual, norm_weight, eps)` and the layer that follows, in one kernel: the layer's result
-    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_tile` with norm=True."""
+    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_tile` with norm=True. scale: of weights
+    in FP8, as above."""
     total = torch.empty_like(residual)
-    return _launch(total, (x, residual, norm_weight, eps), weight, bias, None, tile, gated, False), total
+    return _launch(total, (x, residual, norm_weight, eps), weight, bias, scale, tile, gated, False), total
 
 
 def _launch(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import FP8
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
@@ -48,7 +49,7 @@ def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) 
     no such kernel for this layer.
 
     Called as f(x, residual, norm_weight, eps, weight, bias=None): first the arguments of `add_rms_norm`. Gives the
-    layer's result, and the sum x + residual. With a gate there is no bias.
+    layer's result, and the sum x + residual. With a gate there is no bias. Of a weight in FP8 the scales come last.
     """
     if num_tokens > MAX_TOKENS:
         return None
@@ -104,11 +105,18 @@ def _look_up(
 def _look_up_norm(
     hopper: ModuleType | None, num_tokens: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> NormLinearKernel | None:
-    gives = _row_for(hopper, num_tokens, shape, dtype, device, gated, False)
     outputs, inputs = shape
-    if hopper is None or gives is None or not gives.get("handful") or not hopper.can_have_norm(num_tokens, inputs):
-        return None
     columns = outputs // 2 if gated else outputs
+    if hopper is None or not hopper.can_have_norm(num_tokens, inputs):
+        return None
+    if dtype == FP8:
+        if not hopper.norm_in_fp8(num_tokens, columns, inputs, gated):
+            return None
+        tile = hopper.choose_fp8_tile(num_tokens, columns, inputs, gated, False, norm=True)
+        return bind(hopper.norm_linear, tile=tile, gated=gated)
+    gives = _row_for(hopper, num_tokens, shape, dtype, device, gated, False)
+    if gives is None or not gives.get("handful"):
+        return None
     tile = hopper.choose_tile(num_tokens, columns, inputs, gives["most"], gated, False, handful=True, norm=True)
     return bind(hopper.norm_linear, tile=tile, gated=gated)
 
