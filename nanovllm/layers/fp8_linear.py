@@ -81,8 +81,8 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
         kernel = fp8_kernel(x) if self.bias is None else None
         return silu_and_mul(self(x)) if kernel is None else kernel(x, self.weight, self.scale, gated=True)
 
-    def norm_kernel(self, num_tokens: int, *, gated: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        kernel = super().norm_kernel(num_tokens, gated=gated)
+    def norm_kernel(self, residual: Tensor, *, gated: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        kernel = None if residual.dtype == torch.float32 else super().norm_kernel(residual, gated=gated)
         return None if kernel is None else bind(kernel, scale=self.scale)
 
 

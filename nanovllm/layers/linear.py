@@ -87,12 +87,13 @@ class MergedLinear(Linear):
         kernel = linear_kernel(x, self.weight, gated=True) if self.bias is None else None
         return silu_and_mul(self(x)) if kernel is None else kernel(x, self.weight)
 
-    def norm_kernel(self, num_tokens: int, *, gated: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The kernel for the layer, or for `gated`, together with the norm before it; None: there is none."""
+    def norm_kernel(self, residual: Tensor, *, gated: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The kernel for the layer, or for `gated`, together with the norm before it, for a residual stream [T, in];
+        None: there is none."""
         choose = kernels.fused_kernels(self.weight.device).choose_norm_linear
         if choose is None or (gated and self.bias is not None):
             return None
-        return choose(num_tokens, self.weight, gated=gated)
+        return choose(len(residual), self.weight, gated=gated)
 
 
 class Embedding(nn.Module):

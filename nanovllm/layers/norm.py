@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         For few tokens one kernel may do both: then the norm takes no time of its own.
         """
         if residual is not None and not isinstance(x, PendingAllReduce):
-            kernel = layer.norm_kernel(len(residual), gated=gated)
+            kernel = layer.norm_kernel(residual, gated=gated)
             if kernel is not None:
                 return kernel(x, residual, self.weight, self.eps, layer.weight, layer.bias)
         normed, residual = self.add(x, residual)

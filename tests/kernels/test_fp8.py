@@ -200,7 +200,7 @@ def test_fp8_linear(dtype: torch.dtype, inputs: int, scales: str, kind: str) -> 
 @pytest.mark.parametrize(("parts", "dtype"), [(4, torch.bfloat16), (1, torch.float16), (0, torch.bfloat16)])
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
 @pytest.mark.parametrize("scales", ROWS)
-@pytest.mark.parametrize("inputs", [128, 1024, 2048, 4096])
+@pytest.mark.parametrize("inputs", [2048, 4096])
 def test_the_norm_inside(inputs: int, scales: str, kind: str, parts: int, dtype: torch.dtype) -> None:
     """The sum is that of `add_rms_norm` bit for bit, and the result that of the same product."""
     device, outputs, gated = torch.device("cuda", torch.cuda.current_device()), 768, kind == "gated"
@@ -221,7 +221,7 @@ def test_the_norm_inside(inputs: int, scales: str, kind: str, parts: int, dtype:
         normed, expected = add_rms_norm(x, residual, norm_weight, 1e-6)
         assert torch.equal(total, expected)
         assert error_of(ours, truth(normed, weight, scale, kind, bias)) < ROUNDING[dtype], num_tokens
-    assert asked or hopper_linear(device) is None or (gated and inputs == 4096)
+    assert asked or hopper_linear(device) is None
 
 
 def test_every_layer_gets_a_tile_that_fits() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
-from nanovllm.kernels.hopper.weight_prefetch_linear import (
+from nanovllm.kernels.hopper.prefetch_tiles import (
     SHARED_BYTES,
     PrefetchTile,
     can_have_norm,
@@ -103,7 +103,7 @@ def test_which_layers_have_the_norm_inside(gated: bool, hopper: None) -> None:
         ]
         for inputs in (896, 1024, 2048, 4096)
     }
-    assert in_fp8 == {896: [], 1024: [1, 2, 4], 2048: [1, 2], 4096: [] if gated else [1]}
+    assert in_fp8 == {896: [], 1024: [], 2048: [1, 2], 4096: [] if gated else [1]}
 
 
 def test_tiles_for_a_few_more_tokens(hopper: None) -> None:
@@ -185,7 +185,7 @@ def test_in_fp8_all_programs_run_at_once(kind: str, norm: bool) -> None:
                 depth, rows = inputs // (tile.splits * tile.cuts), tile.tokens * tile.cuts
                 assert tile.inner % 128 == 0 and depth * tile.splits * tile.cuts == inputs and depth % tile.inner == 0
                 assert tile.splits == 1 or (partial and tile.splits <= 4)
-                assert 8 <= rows and (tile.cuts == 1 or (not gated and tile.splits == 1 and num_tokens <= 4))
+                assert rows >= 8 and (tile.cuts == 1 or (not gated and tile.splits == 1 and num_tokens <= 4))
                 tiles = columns * tile.cuts // (32 if gated else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
                 size = tile.stages * tile.inner * (64 + (0 if norm else 2 * rows)) + 2 * tile.tokens * inputs * norm

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import FP8
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
@@ -109,7 +108,7 @@ def _look_up_norm(
     columns = outputs // 2 if gated else outputs
     if hopper is None or not hopper.can_have_norm(num_tokens, inputs):
         return None
-    if dtype == FP8:
+    if dtype == torch.float8_e4m3fn:
         if not hopper.norm_in_fp8(num_tokens, columns, inputs, gated):
             return None
         tile = hopper.choose_fp8_tile(num_tokens, columns, inputs, gated, False, norm=True)
