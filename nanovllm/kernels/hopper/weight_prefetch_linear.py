@@ -34,7 +34,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -183,16 +182,11 @@ def _widened(tile, begin: gl.constexpr, product: gl.constexpr, dtype: gl.constex
     return tile.load(gl.DotOperandLayout(0, product, 2)).to(gl.float16).to(gl.float32).to(dtype)
 
 
-@triton.jit
-def _bulk(pointer, ASM: tl.constexpr):
-    tl.inline_asm_elementwise(ASM, "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
 def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     x_desc, weight_desc, weight_ptr, scale_ptr, bias_ptr, parts_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr, eps,
-    num_tokens, inputs, outputs, steps, ahead_ptr, ahead_rows, ahead_stride,
-    AHEAD: gl.constexpr, ASM: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    num_tokens, inputs, outputs, steps,
+    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr,
     PDL: gl.constexpr, CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -235,14 +229,6 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
                 prefetch_l2(ahead)
-    if AHEAD == 2:
-        number = gl.program_id(1) + gl.program_id(2) * gl.num_programs(1)
-        all_programs = gl.num_programs(1) * gl.num_programs(2)
-        one_each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for turn in range(0, ahead_rows, all_programs * 128):
-            which = turn + number * 128 + gl.arange(0, 128, one_each)
-            which = gl.where(which < ahead_rows, which, 0)
-            _bulk(ahead_ptr + which.to(gl.int64) * ahead_stride, ASM)
     if NORMED:
         # The rows of the tiles are as wide as they are swizzled. So all tiles together are one wide tile, too.
         whole_x = x_tiles._reinterpret(x_type, [X_ROWS, SIZE // CUTS], x_layout)
@@ -258,14 +244,6 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             bar, start = full.index(i), (begin + i) * INNER
             tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
-    if AHEAD == 1:
-        number = gl.program_id(1) + gl.program_id(2) * gl.num_programs(1)
-        all_programs = gl.num_programs(1) * gl.num_programs(2)
-        one_each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for turn in range(0, ahead_rows, all_programs * 128):
-            which = turn + number * 128 + gl.arange(0, 128, one_each)
-            which = gl.where(which < ahead_rows, which, 0)
-            _bulk(ahead_ptr + which.to(gl.int64) * ahead_stride, ASM)
     acc = gl.zeros([ROWS, X_ROWS], gl.float32, product)
     if SCALE_ROWS:
         mbarrier.wait(full.index(0), 0)
@@ -335,14 +313,6 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     if HALVES == 2:
         gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
-    if AHEAD == 3:
-        number = gl.program_id(1) + gl.program_id(2) * gl.num_programs(1)
-        all_programs = gl.num_programs(1) * gl.num_programs(2)
-        one_each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for turn in range(0, ahead_rows, all_programs * 128):
-            which = turn + number * 128 + gl.arange(0, 128, one_each)
-            which = gl.where(which < ahead_rows, which, 0)
-            _bulk(ahead_ptr + which.to(gl.int64) * ahead_stride, ASM)
     result = gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty)
     written: gl.constexpr = result.type.layout
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
@@ -412,13 +382,11 @@ def _launch(
         [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUTS[weight.element_size()],
     )  # fmt: skip
     stages = min(tile.stages, steps)
-    ahead = AHEADS.get(weight.data_ptr(), (weight, 0, 0, 128, 0)) if num_tokens <= AHEAD_TOKENS else (weight, 0, 0, 128, 0)
     pdl = overlaps_launches(x.device)
     parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
         x_desc, weight_desc, weight, scale, bias, parts, residual, norm_weight, x if norm else None, out, eps,
-        num_tokens, depth, outputs, steps, *ahead[:3],
-        AHEAD=ahead[4], ASM="cp.async.bulk.prefetch.L2.global [$1], %d; mov.u32 $0, 0;" % ahead[3],
+        num_tokens, depth, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
         LINES=LINES[weight.element_size()], LINE=CACHE_LINE // weight.element_size(),
         SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl,
@@ -426,29 +394,3 @@ def _launch(
         SPLITS=len(norm[0]) if norm and norm[0].dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-AHEADS = {}
-AHEAD_TOKENS = 8
-
-
-def link_ahead(model, cap, pairs, position):
-    """pairs: of names, who prefetches whose weights."""
-    AHEADS.clear()
-    layers = list(model.layers)
-    order = ["qkv", "o", "gate_up", "down"]
-    def weight(k):
-        layer, which = divmod(k, 4)
-        if layer >= len(layers):
-            return None
-        m = layers[layer]
-        mod = (m.self_attn.qkv_proj, m.self_attn.o_proj, m.mlp.gate_up_proj, m.mlp.down_proj)[which]
-        return mod.weight
-    for k in range(4 * len(layers)):
-        for who, jump in pairs:
-            if order[k % 4] == who:
-                w, target = weight(k), weight(k + jump)
-                if target is None: continue
-                row = target.shape[1] * target.element_size()
-                n = min(row, cap // target.shape[0] // 128 * 128)
-                if n: AHEADS[w.data_ptr()] = (target, target.shape[0], target.shape[1], n, position)
