@@ -21,7 +21,6 @@ from tools.race.workload import (
     engine_titles,
     load_race,
     load_tokenizer,
-    longest,
     race_workload,
 )
 
@@ -52,7 +51,8 @@ def test_two_in_three_share_a_beginning_and_few_are_long() -> None:
     assert len(others) == 8 and tuple(shared[0][:10]) not in others
     assert [i for i, n in enumerate(made.max_tokens) if n == 60] == [1, 6, 11, 16, 21]
     assert all(5 <= n <= 10 for n in made.max_tokens if n != 60)
-    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * longest(made.prompts, made.max_tokens) < 3 * 16
+    longest = max(request.length for request in made.scenario.calls[0])
+    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * longest < 3 * 16
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
@@ -72,10 +72,10 @@ def test_who_takes_part() -> None:
 
 
 def test_all_have_the_same_memory(workload: Workload) -> None:
-    assert workload.stage_options(load_stage(1)) == {}
-    assert workload.stage_options(load_stage(2)) == {"max_num_seqs": 3}
+    assert workload.scenario.limits(load_stage(1)) == {}
+    assert workload.scenario.limits(load_stage(2)) == {"max_num_seqs": 3}
     for number in (3, 4, 5):
-        assert workload.stage_options(load_stage(number)) == {
+        assert workload.scenario.limits(load_stage(number)) == {
             "num_blocks": workload.kv_slots // 16, "block_size": 16, "max_num_seqs": 16,
         }  # fmt: skip
 

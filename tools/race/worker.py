@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lib.process import ClockName, facts, synchronize
-from benchmarks.lib.workloads import Request, Scenario, make_requests
+from benchmarks.lib.workloads import BLOCK_SIZE, make_requests
 from benchmarks.stages.runners import CallRecorder, EngineRunner, Runner, StageRunner
 from nanovllm.trace_view.engine_state import Event
-from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
+from tools.race.workload import NANOVLLM, Workload
 
 REPORT_EVERY = 0.04  # seconds; oftener than the picture is drawn, and too seldom to be felt
 
@@ -70,18 +70,16 @@ def make_runner(engine: str, model: str, device: str) -> Runner:
 def run(job: dict[str, Any], send: Callable[[Event], None], wait: Callable[[], object]) -> dict[str, Any]:
     """Run the job in this process, and return its result."""
     workload, device = Workload(**job["workload"]), job["device"]
-    requests = [Request(*request) for request in zip(workload.prompts, workload.max_tokens, strict=True)]
-    scenario = Scenario("race", [requests], workload.kv_slots, workload.max_num_seqs)
     log = Log(send, job["clock"])
     runner = make_runner(job["engine"], job["model"], device)
-    runner.prepare(scenario)
+    runner.prepare(workload.scenario)
     # Prompts of the same number and lengths, so that compilers have run
     runner.generate(make_requests([(len(prompt), 2) for prompt in workload.prompts], runner.vocab_size, seed=0), log)
     send({"ready": True})
     wait()
     synchronize(device)
     log.start()
-    outputs = runner.generate(requests, log)
+    outputs = runner.generate(workload.scenario.calls[0], log)
     synchronize(device)
     seconds = log.stop()
     if isinstance(runner, StageRunner) and hasattr(runner.engine, "close"):  # stage 7 has processes of its own
