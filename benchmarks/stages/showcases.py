@@ -5,9 +5,7 @@ Lengths are chosen so that a showcase takes about two minutes on two slow cores.
 the figures then mean nothing.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, higher, lower
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 from benchmarks.stages.runners import hf_contender, stage_contender
+from tools.make_models import model_dir
 
 HF = "HF generate"
 HF_BATCH = "HF padded batch"
@@ -22,7 +21,7 @@ HF_ONE = "HF one by one"
 ENGINE = "nanovllm"
 # How many times better than whom the engine has to be on a CPU
 TARGETS = {"ms_1": (HF_ONE, 1.0), "rate_16": (HF_ONE, 4.0), "rate_mixed": (HF_BATCH, 1.0)}
-SMOLLM2 = Path(os.environ.get("NANOVLLM_CACHE", Path.home() / ".cache" / "nanovllm")) / "SmolLM2-135M-Instruct"
+SMOLLM2 = model_dir()
 
 
 def of_stage(number: int, title: str, workload: str, **parts: Any) -> Showcase:

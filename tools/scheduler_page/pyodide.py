@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from tools import cache
 
 VERSION = "0.29.5"
 INTEGRITY = "sha512-TkYrUv9m8QmfImADKRmpwZulL48E0uUaBSO+dvRQKyAJc0qh9gu7jn8btyHPh3NZm1r2IH2YrJhIr7Q2B9urAw=="
@@ -30,8 +31,7 @@ class PyodideError(RuntimeError):
 
 def archive() -> Path:
     """Where the archive is kept; it need not be there yet."""
-    cache = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
-    return Path(cache).expanduser() / f"pyodide-{VERSION}.tgz"
+    return cache() / f"pyodide-{VERSION}.tgz"
 
 
 def is_sound(path: Path) -> bool:
