@@ -39,14 +39,12 @@ class Scenario:
 
     kv_slots: KV memory in tokens; None is as much as all requests of the largest call need at once.
     max_num_seqs: how many sequences may share a step, and rows a padded batch.
-    several_processes: of a contender, so that the CPU time of one of them says nothing.
     """
 
     name: str
     calls: list[list[Request]]
     kv_slots: int | None = None
     max_num_seqs: int = 16
-    several_processes: bool = False
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
