@@ -160,7 +160,7 @@ def test_a_learner_s_stage_is_shown_once_it_is_whole(
     with pytest.raises(SystemExit, match="not right yet"):
         demo.main(["--stage", "5", "--impl", "exercises"])
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(demo.mine, "engine_class", lambda stage: learner)
+    monkeypatch.setattr(demo.mine, "engine_class", lambda stage, impl: learner)
     with pytest.raises(TypeError, match="Learner"):
         demo.build(load_stage(5), MODEL, "cpu", lambda event: None, {}, "exercises")
     with pytest.raises(SystemExit):

@@ -23,7 +23,7 @@ from benchmarks.lib.process import CLOCKS, ClockName, Engine, synchronize
 from benchmarks.lib.workloads import BLOCK_SIZE, Request, Scenario
 from nanovllm.trace_view.engine_state import EngineState
 from stages.core import SamplingParams
-from stages.manifest import Stage, load_stage
+from stages.manifest import load_stage
 from stages.model import Attend, Transformer
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
 from tools.exercises import mine
@@ -199,8 +199,7 @@ class StageRunner(Runner):
         impl: Literal["stages", "exercises"] = "stages",
     ) -> None:
         self.stage, self.options = load_stage(number), options
-        own = mine.engine_class if impl == "exercises" else Stage.engine_class
-        self.engine_class: Any = CompiledEngine if compiled else own(self.stage)
+        self.engine_class: Any = CompiledEngine if compiled else mine.engine_class(self.stage, impl)
         self.model, self.device = model, device
         self.engine: Any = None
         if number == 2:

@@ -163,8 +163,7 @@ def build(
     """The stage's engine, or the learner's, warmed up by two tokens of which `on_event` hears nothing."""
     from stages.core import SamplingParams
 
-    engine_class = mine.engine_class(stage) if impl == "exercises" else stage.engine_class()
-    engine = engine_class(str(model), device=device, **options)
+    engine = mine.engine_class(stage, impl)(str(model), device=device, **options)
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     engine.trace.step, engine.trace.on_event = 0, on_event
     return engine
