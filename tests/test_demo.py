@@ -101,7 +101,7 @@ def test_the_race_tells_when_a_stage_changes_the_text(tokenizer: Any, monkeypatc
 def test_the_stages_of_the_race_have_the_same_memory(tokenizer: Any) -> None:
     workload = workload_of(tokenizer, (30, 8, 8))
     longest = len(workload.prompts[0]) + 30
-    options = [replace(workload, kv_slots=4 * longest).stage_options(stage) for stage in STAGES]
+    options = [replace(workload, kv_slots=4 * longest).scenario.limits(stage) for stage in STAGES]
     assert options[0] == {} and options[1] == {"max_num_seqs": 4}
     assert all(o == {"num_blocks": 4 * longest // 16, "block_size": 16, "max_num_seqs": 16} for o in options[2:])
 
@@ -160,7 +160,7 @@ def test_a_learner_s_stage_is_shown_once_it_is_whole(
     with pytest.raises(SystemExit, match="not right yet"):
         demo.main(["--stage", "5", "--impl", "exercises"])
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(demo.mine, "engine_class", lambda stage: learner)
+    monkeypatch.setattr(demo.mine, "engine_class", lambda stage, impl: learner)
     with pytest.raises(TypeError, match="Learner"):
         demo.build(load_stage(5), MODEL, "cpu", lambda event: None, {}, "exercises")
     with pytest.raises(SystemExit):

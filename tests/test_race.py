@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from stages.manifest import load_stage
+from tests import fake_engine
 from tools.race import race, replay
 from tools.race.views import Lane, Moment, draw_bar, draw_lanes
 from tools.race.workload import (
@@ -21,36 +21,8 @@ from tools.race.workload import (
     engine_titles,
     load_race,
     load_tokenizer,
-    longest,
     race_workload,
 )
-
-# Stands in for an engine: generates "tokens" for 200 ms and writes down when it began and when it was over.
-# Like a real one, the process is there for a while after that.
-FAKE = """
-import json, sys, time
-job = json.loads(input())
-if job["engine"] == "stage_3":
-    print("a library says something", file=sys.stderr)
-    sys.exit("ValueError: no room for a KV block")
-print(json.dumps({"ready": True}), flush=True)
-input()
-start = time.time()
-prompts, wanted = job["workload"]["prompts"], job["workload"]["max_tokens"]
-events = []
-for i, n in enumerate(wanted):
-    time.sleep(0.2 / len(wanted))
-    t = time.time() - start
-    ids = [7 if job["engine"] != "stage_5" else i] * n
-    events.append({"t": t, "step": i, "type": "token", "request": i, "ids": ids})
-    events.append({"t": t, "step": i, "type": "finished", "request": i})
-    print(json.dumps({"at": [t, sum(wanted[: i + 1]), i + 1]}), flush=True)
-outputs = [e["ids"] for e in events if e["type"] == "token"]
-machine = {"device": "cpu", "processor": "none", "clock": job["clock"], "began": start, "ended": time.time()}
-result = {"seconds": time.time() - start, "outputs": outputs, "events": events, "machine": machine}
-print(json.dumps({"result": result}), flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +51,8 @@ def test_two_in_three_share_a_beginning_and_few_are_long() -> None:
     assert len(others) == 8 and tuple(shared[0][:10]) not in others
     assert [i for i, n in enumerate(made.max_tokens) if n == 60] == [1, 6, 11, 16, 21]
     assert all(5 <= n <= 10 for n in made.max_tokens if n != 60)
-    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * longest(made.prompts, made.max_tokens) < 3 * 16
+    longest = max(request.length for request in made.scenario.calls[0])
+    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * longest < 3 * 16
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
@@ -99,10 +72,10 @@ def test_who_takes_part() -> None:
 
 
 def test_all_have_the_same_memory(workload: Workload) -> None:
-    assert workload.stage_options(load_stage(1)) == {}
-    assert workload.stage_options(load_stage(2)) == {"max_num_seqs": 3}
+    assert workload.scenario.limits(load_stage(1)) == {}
+    assert workload.scenario.limits(load_stage(2)) == {"max_num_seqs": 3}
     for number in (3, 4, 5):
-        assert workload.stage_options(load_stage(number)) == {
+        assert workload.scenario.limits(load_stage(number)) == {
             "num_blocks": workload.kv_slots // 16, "block_size": 16, "max_num_seqs": 16,
         }  # fmt: skip
 
@@ -146,7 +119,7 @@ def test_a_bar_grows_by_parts_of_a_character() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "WORKER", [sys.executable, "-S", "-c", FAKE])
+    monkeypatch.setattr(race, "work", fake_engine.work)
     monkeypatch.setattr(race, "HOLD", 0.0)
 
 
@@ -182,7 +155,7 @@ def test_who_has_finished_is_gone_before_the_next_one_starts(fake: None, monkeyp
     go = race.Racer.go
 
     def watched(self: race.Racer) -> None:
-        assert [racer.process.poll() is None for racer in running] == [False] * len(running)
+        assert not any(racer.process.is_alive() for racer in running)
         running.append(self)
         go(self)
 
@@ -210,7 +183,7 @@ def test_an_engine_that_fails_is_named_and_the_others_are_ended(fake: None, caps
         patch.setattr(race.Racer, "__init__", watched)
         with pytest.raises(SystemExit, match=r"^3 Paged blocks failed: ValueError: no room for a KV block$"):
             race.main(["--stages", "1", "3", "nanovllm", "--requests", "2"])
-    assert len(started) == 3 and all(racer.process.poll() is not None for racer in started)
+    assert len(started) == 3 and not any(racer.process.is_alive() for racer in started)
 
 
 def test_a_race_is_kept_as_it_was(
@@ -228,6 +201,18 @@ def test_a_race_is_kept_as_it_was(
     assert [len(tokens) for tokens in first.tokens] == first.race.workload.max_tokens
     replay.main(["--recording", str(tmp_path)])
     assert "RECORDING  none, 20" in capsys.readouterr().out
+
+
+def test_an_engine_whose_process_ends_is_named(fake: None) -> None:
+    with pytest.raises(RuntimeError, match=r"^4 Prefix caching failed: without a word$"):
+        held(["--stages", "1", "4"], screen()[0])
+
+
+def test_a_real_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(EMBEDDED_MODEL / "tokenizer.json")
+    monkeypatch.setattr(race, "describe_model", lambda *_: "no model")
+    with pytest.raises(RuntimeError, match=r"^1 Naive generation failed: \w+Error: .*config.json"):
+        held(["--stages", "1", "--model", str(tmp_path)], screen()[0])
 
 
 @pytest.mark.parametrize("options", [["--together"], ["--stages", "7", "1"]])

@@ -56,7 +56,7 @@ def test_an_engine_tells_all_from_its_start(engine: str, workload: Workload, exp
     times = [e["t"] for e in events]
     assert times[0] >= 0 and times == sorted(times) and times[-1] <= result["seconds"]
     assert known[-1][1:] == (workload.num_tokens, 3)
-    view = EngineView(workload, workload.num_blocks)
+    view = EngineView(workload, workload.scenario.num_blocks)
     for event in map(add_texts(str), events):
         view.on_event(event)
     assert [request.ids for request in view.requests] == expected and not view.state.tables

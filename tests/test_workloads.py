@@ -27,10 +27,10 @@ def test_workloads_come_from_their_seed() -> None:
 
 def test_the_same_memory_is_blocks_for_one_and_rows_for_another() -> None:
     scenario = Scenario("s", [[Request([1] * 20, 12), Request([1] * 5, 4)]], kv_slots=100, max_num_seqs=4)
-    assert scenario.num_blocks(16) == 6
+    assert scenario.num_blocks == 6
     assert [scenario.num_rows(n) for n in (10, 32, 51, 200)] == [4, 3, 1, 1]
     ample = Scenario("s", scenario.calls)
-    assert ample.num_blocks(16) == 2 + 1
+    assert ample.num_blocks == 2 + 1
     assert Scenario.from_json(json.loads(json.dumps(asdict(scenario)))) == scenario
 
 

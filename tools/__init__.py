@@ -9,6 +9,11 @@ ROOT = Path(__file__).resolve().parent.parent  # of the repository
 CALLED_OFF = 130  # 128 + SIGINT, as a shell counts
 
 
+def cache() -> Path:
+    """Where models and other things are kept that are fetched once. It need not be there yet."""
+    return Path(os.environ.get("NANOVLLM_CACHE") or "~/.cache/nanovllm").expanduser()
+
+
 def until_ctrl_c(main: Callable[[], int | None]) -> int:
     """The exit status of `main`, whose None is 0. Ctrl-C ends it with a line and CALLED_OFF, without a traceback.
 

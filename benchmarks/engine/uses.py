@@ -8,12 +8,12 @@ The weights are random. Steps take as long as with real ones.
 """
 
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.engine import ours, quantised, speed, vllm
-from benchmarks.lib import roofline, workloads
-from benchmarks.lib.harness import Measured, Showcase, by_batch, higher, lower
+from benchmarks.lib import roofline
+from benchmarks.lib.harness import Measured, Showcase, higher, lower
 from benchmarks.lib.process import GREEDY, SAMPLED, Engine, random_prompts
 
 Use = dict[str, Any]
@@ -62,19 +62,10 @@ def showcase(options: Namespace) -> Showcase:
     uses, long = (QUICK_USES, QUICK_LONG) if options.quick else (USES, LONG)
     longest = 256 if options.quick else LONGEST
     figures = [higher(f"use_{i}", name, "requests/s", name, "requests_per_second") for i, name in enumerate(uses)]
-    length = f"{long['prompt_len']:,} tokens in"
     for batch in BATCHES:
-        figures.append(
-            lower(f"token_{batch}", f"a token, {length}, batch {batch}", "ms", f"batch {batch}", "ms_per_token")
-        )
-        first = lower(
-            f"first_{batch}",
-            f"until all have a token, {length}, batch {batch}",
-            "ms",
-            f"batch {batch}",
-            "first_token_ms",
-        )
-        figures.append(first)
+        length, scenario = f"{long['prompt_len']:,} tokens in, batch {batch}", f"batch {batch}"
+        figures.append(lower(f"token_{batch}", f"a token, {length}", "ms", scenario, "ms_per_token"))
+        figures.append(lower(f"first_{batch}", f"until all have a token, {length}", "ms", scenario, "first_token_ms"))
     return Showcase(
         name="uses",
         title="Other uses",
@@ -90,21 +81,10 @@ def showcase(options: Namespace) -> Showcase:
 
 def shape(options: Namespace) -> Showcase:
     limit = roofline.roofline(options)
-    small = speed.QUICK_SMALL if options.quick else SMALL
-    sizes = asdict(workloads.QUICK if options.quick else workloads.HEADLINE)
-    return Showcase(
-        name="shape" if options.quick else f"shape.{options.model.name}",
-        title=options.model.name,
-        workload="the headline workload, and small batches of 128 tokens in, 512 out",
-        contenders=[ours(options), *vllm(options)],
-        figures=[
-            *by_batch("ms_per_token", "time per token", small["batches"]),
-            higher("throughput", "throughput of the headline workload", "tokens/s", "headline", "tokens_per_second"),
-            speed.share_of(limit),
-        ],
-        measure=quantised.measure,
-        arguments={"sizes": sizes, "small": small},
-        rounds=2,
-        repeats=2,
-        extra={"roofline": limit},
+    contenders = [ours(options), *vllm(options)]
+    name, first, last = options.model.name, contenders[0].name, contenders[-1].name
+    more = {} if options.quick else {"batches": SMALL["batches"]}
+    shown = quantised.compared(
+        options, "shape" if options.quick else f"shape.{name}", name, contenders, first, last, **more
     )
+    return replace(shown, figures=[*shown.figures, speed.share_of(limit)], shown=(), extra={"roofline": limit})

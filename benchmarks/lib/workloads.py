@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
+from stages.manifest import Chapter
 
 SHAPES = Path(__file__).resolve().parents[1] / "shapes"
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "build" / "checkpoints"
+BLOCK_SIZE = 16  # of everybody who has blocks
 
 
 @dataclass(frozen=True)
@@ -38,30 +39,37 @@ class Scenario:
 
     kv_slots: KV memory in tokens; None is as much as all requests of the largest call need at once.
     max_num_seqs: how many sequences may share a step, and rows a padded batch.
-    several_processes: of a contender, so that the CPU time of one of them says nothing.
     """
 
     name: str
     calls: list[list[Request]]
     kv_slots: int | None = None
     max_num_seqs: int = 16
-    several_processes: bool = False
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         return cls(**{**raw, "calls": [[Request(**request) for request in call] for call in raw["calls"]]})
 
-    def num_blocks(self, block_size: int) -> int:
+    @property
+    def num_blocks(self) -> int:
         """The memory as blocks, for the stages that have a pool."""
         if self.kv_slots is not None:
-            return self.kv_slots // block_size
-        return max(sum(-(-request.length // block_size) for request in call) for call in self.calls)
+            return self.kv_slots // BLOCK_SIZE
+        return max(sum(-(-request.length // BLOCK_SIZE) for request in call) for call in self.calls)
 
     def num_rows(self, row_length: int) -> int:
         """The memory as rows of a rectangle, for stage 2 and Hugging Face; at least one, however long it is."""
         if self.kv_slots is None:
             return self.max_num_seqs
         return max(1, min(self.max_num_seqs, self.kv_slots // row_length))
+
+    def limits(self, stage: Chapter) -> dict[str, int]:
+        """The options of a stage's engine: the same memory as blocks, or as rows that could each hold the longest
+        request."""
+        limits = {"block_size": BLOCK_SIZE, "num_blocks": self.num_blocks, "max_num_seqs": self.max_num_seqs}
+        if "num_blocks" not in stage.options:
+            limits["max_num_seqs"] = self.num_rows(max(request.length for call in self.calls for request in call))
+        return {name: value for name, value in limits.items() if name in stage.options}
 
     def warm_up(self, vocab_size: int) -> list[Request]:
         """The first call again with other prompts and two tokens each: shapes alike, nothing left to be found."""
@@ -143,7 +151,8 @@ def random_checkpoint(shape: str, directory: Path = CHECKPOINTS, vocab_size: int
     target = directory / f"{shape}-{vocab_size or 'random'}"
     if target.is_dir():
         return target
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

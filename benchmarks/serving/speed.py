@@ -28,10 +28,11 @@ from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 from benchmarks.serving.load import AHEAD, HEAD, percentile, until
 from benchmarks.serving.started import OURS, started
+from tools.make_models import model_dir
 
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
-TOKENIZER = Path.home() / ".cache" / "nanovllm" / "SmolLM2-135M-Instruct"  # `make models`
+TOKENIZER = model_dir()
 FIGURE = harness.ROOT / "docs" / "figures" / "serving_speed.png"
 README_RATE = 128  # requests a second; more than vLLM keeps up with
 COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99", "commit")

@@ -20,15 +20,13 @@ from torch import Tensor
 
 from benchmarks.lib.harness import Contender, Measured
 from benchmarks.lib.process import CLOCKS, ClockName, Engine, synchronize
-from benchmarks.lib.workloads import Request, Scenario
+from benchmarks.lib.workloads import BLOCK_SIZE, Request, Scenario
 from nanovllm.trace_view.engine_state import EngineState
 from stages.core import SamplingParams
-from stages.manifest import Stage, load_stage
+from stages.manifest import load_stage
 from stages.model import Attend, Transformer
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
 from tools.exercises import mine
-
-BLOCK_SIZE = 16
 
 
 def stage_contender(number: int, only: tuple[str, ...] | None = None, name: str = "", **options: Any) -> Contender:
@@ -201,8 +199,7 @@ class StageRunner(Runner):
         impl: Literal["stages", "exercises"] = "stages",
     ) -> None:
         self.stage, self.options = load_stage(number), options
-        own = mine.engine_class if impl == "exercises" else Stage.engine_class
-        self.engine_class: Any = CompiledEngine if compiled else own(self.stage)
+        self.engine_class: Any = CompiledEngine if compiled else mine.engine_class(self.stage, impl)
         self.model, self.device = model, device
         self.engine: Any = None
         if number == 2:
@@ -222,13 +219,7 @@ class StageRunner(Runner):
         module.KVCache = WatchedKVCache
 
     def prepare(self, scenario: Scenario) -> None:
-        longest = max(request.length for call in scenario.calls for request in call)
-        limits = {
-            "block_size": BLOCK_SIZE,
-            "num_blocks": scenario.num_blocks(BLOCK_SIZE),
-            "max_num_seqs": scenario.max_num_seqs if self.stage.number > 2 else scenario.num_rows(longest),
-        }
-        options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
+        options = scenario.limits(self.stage) | self.options
         self.engine = None  # the one before goes first, with its memory and its processes
         self.engine = self.engine_class(self.model, device=self.device, on_event=self.on_event, **options)
         self.vocab_size = self.engine.config.vocab_size
@@ -254,7 +245,7 @@ class EngineRunner(Runner):
         self.started: int = 0  # requests of earlier calls: the engine numbers them on, a recorder has its own
 
     def prepare(self, scenario: Scenario) -> None:
-        limits = {"max_num_seqs": scenario.max_num_seqs, "num_kv_blocks": scenario.num_blocks(BLOCK_SIZE)}
+        limits = {"max_num_seqs": scenario.max_num_seqs, "num_kv_blocks": scenario.num_blocks}
         options = {"device": self.device, "kvcache_block_size": BLOCK_SIZE, "on_event": self.on_event, **limits}
         self.engine = Engine("nanovllm", self.model, options, time.time())
         self.vocab_size = self.engine.llm.engine.vocab_size

@@ -5,9 +5,7 @@ Lengths are chosen so that a showcase takes about two minutes on two slow cores.
 the figures then mean nothing.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, higher, lower
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 from benchmarks.stages.runners import hf_contender, stage_contender
+from tools.make_models import model_dir
 
 HF = "HF generate"
 HF_BATCH = "HF padded batch"
@@ -22,7 +21,7 @@ HF_ONE = "HF one by one"
 ENGINE = "nanovllm"
 # How many times better than whom the engine has to be on a CPU
 TARGETS = {"ms_1": (HF_ONE, 1.0), "rate_16": (HF_ONE, 4.0), "rate_mixed": (HF_BATCH, 1.0)}
-SMOLLM2 = Path(os.environ.get("NANOVLLM_CACHE", Path.home() / ".cache" / "nanovllm")) / "SmolLM2-135M-Instruct"
+SMOLLM2 = model_dir()
 
 
 def of_stage(number: int, title: str, workload: str, **parts: Any) -> Showcase:
@@ -174,14 +173,13 @@ def decode_showcase(
 ) -> Showcase:
     """So many requests at once: the time of a decode step, behind other `figures`."""
     prompt, tokens = (8, 4) if quick else (64, 32)
-    several = number == 7
     steps = [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
     return of_stage(
         number,
         title,
         f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
         scenarios=[
-            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, n)], None, n, several)
+            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, n)], max_num_seqs=n)
             for n in batches
         ],
         figures=figures + steps,
@@ -302,12 +300,15 @@ OTHERS = {"ladder": ladder, "engine": engine_cpu, "smollm2": engine_cpu_smollm2}
 NEED_A_GPU = {"6": "Qwen3-0.6B"}
 
 
+def ranks_of(contender: Contender) -> int:
+    """How many processes it has, each with a GPU of its own where there are some."""
+    ranks: int = contender.arguments["spec"].get("options", {}).get("tensor_parallel_size", 1)
+    return ranks
+
+
 def within_reach(showcase: Showcase, device: str) -> Showcase:
     """Without the contenders that want more GPUs than there are."""
     if not device.startswith("cuda"):
         return showcase
     found = torch.cuda.device_count()
-    kept = [
-        c for c in showcase.contenders if c.arguments["spec"].get("options", {}).get("tensor_parallel_size", 1) <= found
-    ]
-    return replace(showcase, contenders=kept)
+    return replace(showcase, contenders=[c for c in showcase.contenders if ranks_of(c) <= found])

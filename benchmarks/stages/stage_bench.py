@@ -37,6 +37,7 @@ from benchmarks.stages.showcases import (
     SHOWCASES,
     SMOLLM2,
     TARGETS,
+    ranks_of,
     within_reach,
 )
 from stages.manifest import load_stage, load_stages
@@ -48,18 +49,6 @@ FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
 # Okabe and Ito's palette: told apart with any colour vision, and in grey
 STAGE_COLOUR, HF_COLOUR = "#0072B2", "#B9B9B9"
 TOLERANCE = 0.3  # share by which a gain may fall
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of everything that measures stages."""
-    parser.add_argument("--model", type=Path, default=harness.EMBEDDED_MODEL, help="checkpoint directory")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
-    parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
-    parser.add_argument(
-        "--impl", choices=("stages", "exercises"), default="stages", help="exercises: your own file of the stage"
-    )
-    parser.add_argument("--out", type=Path, help="directory for the JSON (default: benchmarks/results)")
 
 
 def vocab_size(model: Path) -> int:
@@ -74,7 +63,7 @@ def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     """Run a showcase, with a line for each process; print its table, write its JSON and return it."""
     if options.rounds < 1:
         sys.exit(f"--rounds {options.rounds}: it must be at least 1")
-    several = any(scenario.several_processes for scenario in showcase.scenarios)
+    several = any(ranks_of(contender) > 1 for contender in showcase.contenders)  # one's CPU time says nothing then
     # Neither a quick run, which measures nothing, nor a learner's may end up where the README's tables come from
     elsewhere = options.quick or options.impl == "exercises"
     default = harness.ROOT / "build" / "bench" if elsewhere else harness.RESULTS
@@ -303,7 +292,14 @@ def main() -> None:
     parser = harness.make_parser("stages.stage_bench", __doc__)
     parser.add_argument("names", nargs="+", choices=KNOWN, metavar="NAME", help=f"which: {', '.join(KNOWN)}")
     parser.add_argument("--check", action="store_true", help="compare the gains with the recorded ones")
-    add_options(parser)
+    parser.add_argument("--model", type=Path, default=harness.EMBEDDED_MODEL, help="checkpoint directory")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
+    parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
+    parser.add_argument(
+        "--impl", choices=("stages", "exercises"), default="stages", help="exercises: your own file of the stage"
+    )
+    parser.add_argument("--out", type=Path, help="directory for the JSON (default: benchmarks/results)")
     options = parser.parse_args()
     if options.impl == "exercises" and (others := set(options.names) & OTHERS.keys()):
         parser.error(f"--impl exercises needs the number of a stage, and {min(others)!r} is none")

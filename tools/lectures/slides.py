@@ -17,7 +17,7 @@ import html
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from tools.lectures.lecture import (
     read_lecture,
     split_words,
 )
+from tools.pages import filled
 from tools.pictures.colours import at_night
 from tools.race.film import film, launches, one_step
 from tools.race.replay import DEFAULT
@@ -237,34 +238,25 @@ def code_colours() -> str:
 
 def script(path: Path) -> str:
     """JavaScript that can stand inside a <script> element: nothing in it closes the element."""
-    text = re.sub(r"\n//# sourceMappingURL=.*", "", read(path))
+    text = re.sub(r"\n//# sourceMappingURL=.*", "", path.read_text(encoding="utf-8"))
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """A template of lectures/ with the values in the place of their names."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], read(LECTURES / template))
 
 
 def render(lecture: Lecture) -> str:
     """A lecture as one HTML file. Raises LectureError for a directive that names what is not there."""
     renderer = Renderer(lecture)
-    values = {
-        "title": html.escape(f"Stage {lecture.stage.number}: {lecture.title}"),
-        "reveal_css": read(REVEAL / "reveal.css"),
-        "theme": read(LECTURES / "slides.css") + code_colours(),
-        "page": read(LECTURES / "page.css"),
-        "speaker": read(LECTURES / "speaker.css"),
-        "slides": "".join(renderer.slide(slide, starts) for slide, starts in lecture.timetable()),
-        "reveal": script(REVEAL / "reveal.js"),
-        "notes": script(REVEAL / "notes.js"),
-        "start": script(LECTURES / "slides.js"),
-    }
-    return filled("slides.html", values)
+    return filled(
+        LECTURES / "slides.html",
+        title=html.escape(f"Stage {lecture.stage.number}: {lecture.title}"),
+        reveal_css=REVEAL / "reveal.css",
+        theme=(LECTURES / "slides.css").read_text(encoding="utf-8") + code_colours(),
+        page=LECTURES / "page.css",
+        speaker=LECTURES / "speaker.css",
+        slides="".join(renderer.slide(slide, starts) for slide, starts in lecture.timetable()),
+        reveal=script(REVEAL / "reveal.js"),
+        notes=script(REVEAL / "notes.js"),
+        start=script(LECTURES / "slides.js"),
+    )
 
 
 def run_sheet(lecture: Lecture) -> Iterator[str]:
@@ -304,7 +296,7 @@ def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
         written.append(out / f"{lecture.path.stem}.html")
         written[-1].write_text(render(lecture), encoding="utf-8")
     cards = "".join(map(card, map(read_lecture, lecture_paths())))
-    index = filled("index.html", {"lectures": cards, "theme": read(LECTURES / "slides.css")})
+    index = filled(LECTURES / "index.html", lectures=cards, theme=LECTURES / "slides.css")
     (out / "index.html").write_text(index, encoding="utf-8")
     (out / "race.html").write_text(race("stage_5"), encoding="utf-8")
     (out / "launches.html").write_text(launches(), encoding="utf-8")

@@ -35,21 +35,14 @@ def save_windows(model: str, directory: Path, windows: Sequence[int]) -> str:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def memory_in_use(events: Iterable[Event], engine: WindowEngine) -> list[int]:
+def memory_in_use(events: Sequence[Event], engine: WindowEngine) -> list[int]:
     """For each step, the bytes of keys and values in all blocks that are held while it runs."""
     sizes: dict[int, int] = {}  # block -> bytes
     for pool in engine.pool.pools:
         cache = engine.caches[pool.window]
         size = 2 * cache.k[:, 0].numel() * cache.k.element_size()
         sizes |= dict.fromkeys(range(pool.first, pool.first + pool.num_blocks), size)
-    held: set[int] = set()
-    used: dict[int, int] = {}
-    for event in events:
-        if event["type"] == "blocks":
-            held = (held | set(event["taken"]) | set(event["shared"])) - set(event["freed"])
-        elif event["type"] == "scheduled":
-            used[event["step"]] = sum(sizes[block] for block in held)
-    return list(used.values())
+    return [sum(sizes[block] for block in blocks.holders) for blocks in read_events(events).blocks]
 
 
 @torch.inference_mode()

@@ -135,7 +135,7 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
         table.add_column(heading, justify="right")
     first: tuple[float, list[list[int]]] | None = None
     for stage in stages:
-        engine = build(stage, model, device, lambda _: None, workload.stage_options(stage))
+        engine = build(stage, model, device, lambda _: None, workload.scenario.limits(stage))
         with console.status(f"stage {stage.number}"):
             start = time.perf_counter()
             outputs = generate(engine, workload)
@@ -163,8 +163,7 @@ def build(
     """The stage's engine, or the learner's, warmed up by two tokens of which `on_event` hears nothing."""
     from stages.core import SamplingParams
 
-    engine_class = mine.engine_class(stage) if impl == "exercises" else stage.engine_class()
-    engine = engine_class(str(model), device=device, **options)
+    engine = mine.engine_class(stage, impl)(str(model), device=device, **options)
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     engine.trace.step, engine.trace.on_event = 0, on_event
     return engine
@@ -252,7 +251,7 @@ def show(
 ) -> None:
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
-    options = workload.stage_options(stage)
+    options = workload.scenario.limits(stage)
     live = LiveShow(stage, workload, options.get("num_blocks", 0), add_texts(tokenizer.decode), impl)
     demo = stage.demo if isinstance(stage, Elective) else {}
     engine = build(stage, model, device, live.on_event, options | demo, impl)

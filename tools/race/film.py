@@ -9,7 +9,6 @@ the speed, a digit chooses the engine whose inside is shown.
 from __future__ import annotations
 
 import argparse
-import base64
 import gzip
 import json
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from nanovllm.trace_view.recording import PARTS, Recording, page_data
 from tools import ROOT
+from tools.pages import filled, packed
 from tools.race.replay import CLOCKS, DEFAULT, describe
 from tools.race.views import COLOURS, LETTERS
 from tools.race.workload import EngineRun, engine_titles, load_race
@@ -54,27 +54,25 @@ def film(runs: Sequence[EngineRun], shown: str = "stage_5") -> str:
             for run in runs
         ],
     }
-    return filled("film.html", data)
+    return player("film.html", data)
 
 
 def launches() -> str:
     """The page on which a recorded decode step of stages 5 and 6 passes a thousand times more slowly."""
     [recording] = RECORDED_STEPS.glob("decode_profile.*.json.gz")
-    return filled("launches.html", json.loads(gzip.decompress(recording.read_bytes())))
+    return player("launches.html", json.loads(gzip.decompress(recording.read_bytes())))
 
 
 def one_step() -> str:
     """The page that leads through a recorded step of stage 5, and breaks it at a switch."""
-    return filled("step.html", json.loads((EXPERIMENTS / "stage_5_step.txt").read_text(encoding="utf-8")))
+    return player("step.html", json.loads((EXPERIMENTS / "stage_5_step.txt").read_text(encoding="utf-8")))
 
 
-def filled(template: str, data: dict[str, Any]) -> str:
+def player(template: str, data: dict[str, Any]) -> str:
     """A page with its data, and with what all of them have in common."""
-    packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
-    page = (HERE / template).read_text(encoding="utf-8").replace("{{packed}}", packed)
-    for name, path in (("style", HERE / "player.css"), ("parts", PARTS), ("player", HERE / "player.js")):
-        page = page.replace(f"{{{{{name}}}}}", path.read_text(encoding="utf-8"))
-    return page
+    content = packed(json.dumps(data, separators=(",", ":")).encode())
+    style, script = HERE / "player.css", HERE / "player.js"
+    return filled(HERE / template, packed=content, style=style, parts=PARTS, player=script)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from benchmarks.lib.process import ClockName
 
 BUILD = ROOT / "build" / "recordings"
-WORKER = [sys.executable, "-m", "tools.race.worker"]
+SPAWN = multiprocessing.get_context("spawn")
+# One thread: as fast as two on a model this small, and it disturbs nobody
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 SIZES = {"cpu": (24, 10), "cuda": (60, 16)}  # requests, tokens: half a minute for the slowest
 FRAME = 0.1  # seconds between two pictures
 HOLD = 1.0  # seconds for which the end of a heat stays on the screen
@@ -60,58 +62,57 @@ ALONE = "One at a time. A ghost ran before, and is where it was after the same t
 TOGETHER = "All at once on {cores} cores: each slows the others down. For times, one at a time."
 
 
+def work(channel: Connection, job: dict[str, Any]) -> None:
+    """What the process of an engine does. What libraries print in it is not shown."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.environ |= ENVIRONMENT
+    try:
+        from tqdm import tqdm
+
+        from tools.race.worker import run
+
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
+        channel.send({"result": run(job, channel.send, channel.recv)})
+    except Exception as error:
+        channel.send({"failed": f"{type(error).__name__}: {error}".splitlines()[-1]})
+
+
 class Racer:
     """The process of one engine. What the process reports goes into the engine's lane."""
 
     def __init__(self, lane: Lane, job: dict[str, Any]) -> None:
         self.lane = lane
-        self.ready, self.over = threading.Event(), threading.Event()
+        self.ready = False
         self.result: dict[str, Any] | None = None
-        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by `stop`
-        self.process = subprocess.Popen(
-            WORKER,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            encoding="utf-8",
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-        )
-        self.listener = threading.Thread(target=self.listen, args=[json.dumps(job)], daemon=True)
-        self.listener.start()
-
-    def listen(self, job: str) -> None:
-        assert self.process.stdout is not None
-        self.tell(job)  # here, because it may have to wait until the process reads
-        for line in self.process.stdout:
-            message = json.loads(line)
-            if "at" in message:
-                self.lane.moments.append(Moment(*message["at"]))
-            elif "ready" in message:
-                self.ready.set()
-            else:
-                self.result = message["result"]
-                self.over.set()
-        self.ready.set()
-        self.over.set()
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has failed, which `check` will tell
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+        self.channel, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=work, args=(theirs, job))
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the process inherits: it ends by `stop`
+        self.process.start()
+        signal.signal(signal.SIGINT, handler)
+        theirs.close()
 
     def go(self) -> None:
         self.lane.mark = "live"
-        self.tell("go")
+        with contextlib.suppress(BrokenPipeError):  # it has failed, which `listen` will tell
+            self.channel.send("go")
 
-    def check(self) -> None:
-        """Raises RuntimeError, with the last line of its errors, if the process ended without a result."""
-        if self.over.is_set() and self.result is None:
-            self.errors.seek(0)
-            last = (self.errors.read().strip() or "without a word").splitlines()[-1]
-            raise RuntimeError(f"{self.lane.title} failed: {last.strip()}")
+    def listen(self, seconds: float) -> None:
+        """Take in what is reported within so many seconds. Raises RuntimeError if the engine failed."""
+        end = time.monotonic() + seconds
+        while self.result is None and self.channel.poll(max(0.0, end - time.monotonic())):
+            try:
+                message = self.channel.recv()
+            except (EOFError, ConnectionResetError):
+                message = {"failed": "without a word"}
+            if "at" in message:
+                self.lane.moments.append(Moment(*message["at"]))
+            elif "ready" in message:
+                self.ready = True
+            elif "failed" in message:
+                raise RuntimeError(f"{self.lane.title} failed: {message['failed']}")
+            else:
+                self.result = message["result"]
 
     def finish(self) -> str:
         """Complete the lane with the result. Returns a line that says how fast the engine was."""
@@ -122,12 +123,8 @@ class Racer:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait()
-        self.listener.join()
-        for stream in (self.process.stdin, self.process.stdout, self.errors):
-            with contextlib.suppress(BrokenPipeError):
-                if stream is not None:
-                    stream.close()
+        self.process.join()
+        self.channel.close()
 
 
 class Display:
@@ -157,12 +154,11 @@ class Display:
 
 
 def get_ready(racers: list[Racer], display: Display) -> None:
-    while waiting := [racer for racer in racers if not racer.ready.is_set()]:
+    while waiting := [racer for racer in racers if not racer.ready]:
         count = "" if display.live is None else f" {len(racers) - len(waiting)} of {len(racers)} are there."
         display.draw(0.0, f"Each loads and warms up, until all are at the start.{count}")
-        waiting[0].ready.wait(FRAME)
-    for racer in racers:
-        racer.check()
+        for racer in waiting:
+            racer.listen(FRAME / len(waiting))
 
 
 def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
@@ -173,9 +169,10 @@ def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
     running = list(racers)
     while running:
         display.draw(time.perf_counter() - start, footer)
-        running[0].over.wait(FRAME)
-        for racer in [racer for racer in running if racer.over.is_set()]:
-            racer.check()
+        for racer in list(running):
+            racer.listen(FRAME / len(running))
+            if racer.result is None:
+                continue
             running.remove(racer)
             racer.stop()  # a process takes seconds to end by itself, and would take them from who runs next
             said = racer.finish()

@@ -1,26 +1,20 @@
-"""One engine of the race, in a process of its own: `python -m tools.race.worker`.
+"""One engine of the race, in a process of its own, which `tools/race/race.py` starts.
 
-The process exchanges lines of JSON with `tools/race/race.py`. It reads the job, loads and warms up, and writes
-{"ready": true}. Any further line starts the clock. Then it writes how far it is from time to time, and at last the
-result.
+It loads, warms up, and sends {"ready": True}. What it then hears starts the clock. It sends how far it is from time to
+time, and at last the result.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
-
-import torch
+from typing import Any
 
 from benchmarks.lib.process import ClockName, facts, synchronize
-from benchmarks.lib.workloads import Request, Scenario, make_requests
+from benchmarks.lib.workloads import BLOCK_SIZE, make_requests
 from benchmarks.stages.runners import CallRecorder, EngineRunner, Runner, StageRunner
 from nanovllm.trace_view.engine_state import Event
-from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
+from tools.race.workload import NANOVLLM, Workload
 
 REPORT_EVERY = 0.04  # seconds; oftener than the picture is drawn, and too seldom to be felt
 
@@ -76,49 +70,19 @@ def make_runner(engine: str, model: str, device: str) -> Runner:
 def run(job: dict[str, Any], send: Callable[[Event], None], wait: Callable[[], object]) -> dict[str, Any]:
     """Run the job in this process, and return its result."""
     workload, device = Workload(**job["workload"]), job["device"]
-    requests = [Request(*request) for request in zip(workload.prompts, workload.max_tokens, strict=True)]
-    scenario = Scenario("race", [requests], workload.kv_slots, workload.max_num_seqs)
     log = Log(send, job["clock"])
     runner = make_runner(job["engine"], job["model"], device)
-    runner.prepare(scenario)
+    runner.prepare(workload.scenario)
     # Prompts of the same number and lengths, so that compilers have run
     runner.generate(make_requests([(len(prompt), 2) for prompt in workload.prompts], runner.vocab_size, seed=0), log)
     send({"ready": True})
     wait()
     synchronize(device)
     log.start()
-    outputs = runner.generate(requests, log)
+    outputs = runner.generate(workload.scenario.calls[0], log)
     synchronize(device)
     seconds = log.stop()
     if isinstance(runner, StageRunner) and hasattr(runner.engine, "close"):  # stage 7 has processes of its own
         runner.engine.close()
     machine = {**facts(device), "clock": job["clock"]}
     return {"seconds": seconds, "outputs": outputs, "events": log.events, "machine": machine}
-
-
-def private_channel() -> TextIO:
-    """Standard output, for the protocol alone: what a library prints goes to standard error from now on."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return channel
-
-
-def main() -> None:
-    channel = private_channel()
-
-    def send(message: Event) -> None:
-        channel.write(json.dumps(message) + "\n")
-        channel.flush()
-
-    def wait() -> None:
-        if not sys.stdin.readline():
-            sys.exit("the race was called off")
-
-    job = json.loads(sys.stdin.readline())
-    if job["device"] == "cpu":
-        torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
-    send({"result": run(job, send, wait)})
-
-
-if __name__ == "__main__":
-    main()

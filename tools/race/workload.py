@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.workloads import BLOCK_SIZE, Request, Scenario
 from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import Recording, add_texts
-from stages.manifest import Chapter, load_stages
+from stages.manifest import load_stages
 from tools import ROOT
 from training.grammar import generate_story, opening
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
-BLOCK_SIZE = 16
 MAX_NUM_SEQS = 16
 LONG_EVERY, LONG = 5, 6  # every fifth answer is six times as long: what a static batch waits for
 LONGEST_AT_ONCE = 3  # the KV memory, in requests of the longest kind
@@ -62,22 +62,9 @@ class Workload:
         return sum(self.max_tokens)
 
     @property
-    def num_blocks(self) -> int:
-        return self.kv_slots // BLOCK_SIZE
-
-    def stage_options(self, stage: Chapter) -> dict[str, int]:
-        """The same KV memory for every stage: as blocks, or as rows that could each hold the longest request."""
-        if "num_blocks" in stage.options:
-            limits = {"num_blocks": self.num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": self.max_num_seqs}
-        else:
-            num_rows = self.kv_slots // longest(self.prompts, self.max_tokens)
-            limits = {"max_num_seqs": max(1, min(self.max_num_seqs, num_rows))}
-        return {name: value for name, value in limits.items() if name in stage.options}
-
-
-def longest(prompts: list[list[int]], max_tokens: list[int]) -> int:
-    """How many tokens the longest request has, prompt and answer together."""
-    return max(len(prompt) + n for prompt, n in zip(prompts, max_tokens, strict=True))
+    def scenario(self) -> Scenario:
+        requests = [Request(*request) for request in zip(self.prompts, self.max_tokens, strict=True)]
+        return Scenario("race", [requests], self.kv_slots, self.max_num_seqs)
 
 
 def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> Workload:
@@ -105,7 +92,8 @@ def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> 
             num_continued += 1
         prompts.append(encode(text))
         max_tokens.append(LONG * tokens if i % LONG_EVERY == 1 else rng.randint((tokens + 1) // 2, tokens))
-    blocks_of_longest = -(-longest(prompts, max_tokens) // BLOCK_SIZE)
+    longest = max(len(prompt) + n for prompt, n in zip(prompts, max_tokens, strict=True))
+    blocks_of_longest = -(-longest // BLOCK_SIZE)
     return Workload(seed, prompts, max_tokens, LONGEST_AT_ONCE * blocks_of_longest * BLOCK_SIZE)
 
 
@@ -206,7 +194,7 @@ class EngineRun:
         """From the result that `tools.race.worker` reports."""
         events = list(map(add_texts(decode), result["events"]))
         uses_blocks = any(event["type"] == "blocks" for event in events)
-        num_blocks = race.workload.num_blocks if uses_blocks else 0
+        num_blocks = race.workload.scenario.num_blocks if uses_blocks else 0
         return cls(engine, title, result["seconds"], BLOCK_SIZE, num_blocks, race, events)
 
     @property

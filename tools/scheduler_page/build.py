@@ -8,11 +8,8 @@ be fetched, the recorded runs are all there is, and the page says so.
 from __future__ import annotations
 
 import argparse
-import base64
-import gzip
 import io
 import json
-import re
 import sys
 import tomllib
 import zipfile
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import ROOT
+from tools.pages import filled, packed
 from tools.scheduler_page.fleet import CARD, MODEL, FleetSetup, play_fleet
 from tools.scheduler_page.play import Setup, play
 from tools.scheduler_page.pyodide import VERSION, PyodideError, files
@@ -62,25 +60,21 @@ def sources() -> bytes:
 def page(runtime: dict[str, bytes]) -> str:
     """The page. runtime: Pyodide's files; without any the page has the recorded runs only."""
     assets = runtime | {"sources.zip": sources()} if runtime else {}
-    values = {
-        "css": read("page.css"),
-        "script": read("fleet.js") + read("page.js"),
-        "worker": read("worker.js"),
-        "version": VERSION,
-        "scenes": script_json(scenes()),
-        "fleets": script_json(fleets()),
-        "assets": json.dumps({name: packed(content) for name, content in assets.items()}),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], read("page.html"))
+    return filled(
+        HERE / "page.html",
+        css=HERE / "page.css",
+        script=read("fleet.js") + read("page.js"),
+        worker=HERE / "worker.js",
+        version=VERSION,
+        scenes=script_json(scenes()),
+        fleets=script_json(fleets()),
+        assets=json.dumps({name: packed(content) for name, content in assets.items()}),
+    )
 
 
 def script_json(value: Any) -> str:
     """As it may stand in a script element."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def packed(content: bytes) -> str:
-    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
 
 
 def read(name: str) -> str:

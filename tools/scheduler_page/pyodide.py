@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,12 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from tools import cache
+
 VERSION = "0.29.5"
 INTEGRITY = "sha512-TkYrUv9m8QmfImADKRmpwZulL48E0uUaBSO+dvRQKyAJc0qh9gu7jn8btyHPh3NZm1r2IH2YrJhIr7Q2B9urAw=="
-SCRIPTS = ("pyodide.js", "pyodide.asm.js")
-BINARIES = ("pyodide.asm.wasm", "python_stdlib.zip")
 LOCK = "pyodide-lock.json"
+FILES = "pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", LOCK
 
 
 class PyodideError(RuntimeError):
@@ -30,8 +30,7 @@ class PyodideError(RuntimeError):
 
 def archive() -> Path:
     """Where the archive is kept; it need not be there yet."""
-    cache = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
-    return Path(cache).expanduser() / f"pyodide-{VERSION}.tgz"
+    return cache() / f"pyodide-{VERSION}.tgz"
 
 
 def is_sound(path: Path) -> bool:
@@ -68,7 +67,7 @@ def fetch() -> Path:
 def files() -> dict[str, bytes]:
     """What the page needs of the archive by name. Its lock file lists no package. Raises PyodideError."""
     with tarfile.open(fetch()) as packed:
-        found = {name: packed.extractfile(f"package/{name}") for name in (*SCRIPTS, *BINARIES, LOCK)}
+        found = {name: packed.extractfile(f"package/{name}") for name in FILES}
         content = {name: file.read() for name, file in found.items() if file is not None}
     content[LOCK] = json.dumps({"info": json.loads(content[LOCK])["info"], "packages": {}}).encode()
     return content

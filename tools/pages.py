@@ -1,0 +1,21 @@
+"""Pages of a single HTML file, which ask for nothing else: made from templates and from data."""
+
+import base64
+import gzip
+import re
+from pathlib import Path
+
+
+def filled(template: Path, **values: str | Path) -> str:
+    """The template with the values in the place of their names in {{ }}. A path stands for the text of its file."""
+
+    def text(name: str) -> str:
+        value = values[name]
+        return value.read_text(encoding="utf-8") if isinstance(value, Path) else value
+
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: text(match[1]), template.read_text(encoding="utf-8"))
+
+
+def packed(content: bytes) -> str:
+    """For a script of the page. Equal contents give equal texts."""
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
