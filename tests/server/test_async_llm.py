@@ -14,7 +14,8 @@ from nanovllm.server.engine_process import EngineServer
 from nanovllm.server.outbox import Outbox
 from nanovllm.stream import Pending, RequestAborted
 from tests.server.harness import STORY, greedy, idle, read, serving, tokens
-from tests.server.pair import one, pair, whole
+from tests.server.pair import one as stream_of
+from tests.server.pair import pair, whole
 from tests.server.pure import PureLLM
 from tests.server.shadow import SMALL, Gate
 from tests.server.waiting import until
@@ -111,7 +112,7 @@ def test_the_newest_request_is_sent_first_to_an_api_process(monkeypatch: pytest.
 
     async def main() -> None:
         async with pair(PureLLM()) as (_, [client]):
-            streams = [await one(client, {"prompt": "Once"}, SamplingParams(max_tokens=8)) for _ in range(3)]
+            streams = [await stream_of(client, {"prompt": "Once"}, SamplingParams(max_tokens=8)) for _ in range(3)]
             await asyncio.gather(*map(whole, streams))
 
     asyncio.run(main())
