@@ -97,7 +97,7 @@ async def in_process(
 
     async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
         if fake is not None:
-            llm.llm.engine.executor = mock.FakeExecutor(**fake)  # type: ignore[assignment]
+            llm.llm.engine.executor = mock.FakeExecutor(**fake)
         for wave in waves:
             start, gaps = time.perf_counter(), list[float]()
 
