@@ -315,7 +315,7 @@ class AsyncLLM:
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         requests = []
-        for output in outputs:
+        for output in reversed(outputs):  # newest first: a first token waits for nobody else
             requests.append(request := self._added[output.request_id])
             request.newest.append(output)
             if output.finished:

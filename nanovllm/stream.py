@@ -8,7 +8,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeVar
 
@@ -47,10 +47,11 @@ class Pending:
             self.read[choice.index] = now = len(choice.token_ids), len(choice.text), choice.finished()
             if now != before:
                 tokens, characters, _ = before
-                logprobs = logprobs_from(choice, tokens)
-                ids, text = choice.token_ids[tokens:], choice.text[characters:]
-                choices.append(replace(choice, token_ids=ids, text=text, logprobs=logprobs))
-        return replace(output, request_id=self.request_id, outputs=choices)
+                new = choice.text[characters:], choice.token_ids[tokens:], choice.cumulative_logprob
+                ended = choice.finish_reason, choice.stop_reason
+                choices.append(CompletionOutput(choice.index, *new, logprobs_from(choice, tokens), *ended))
+        prompt = output.prompt, output.prompt_token_ids, output.prompt_logprobs
+        return RequestOutput(self.request_id, *prompt, choices, output.finished, output.metrics)
 
 
 class OutputStream(ABC):

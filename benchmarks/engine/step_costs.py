@@ -1,7 +1,7 @@
 """What a step costs on this machine: the engine's own steps over a grid, and the factors that explain them.
 
 The grid is that of `benchmarks/engine/step_scenes.py`. What HTTP adds is measured with a model that computes nothing
-(`benchmarks/serving/mock.py`). The result is a card for `nanovllm simulate --card FILE`; those that come with the
+(`benchmarks/serving/added.py`). The result is a card for `nanovllm simulate --card FILE`; those that come with the
 package are in nanovllm/simulate/cards.
 
     python -m benchmarks.engine.step_costs FILE
@@ -26,7 +26,7 @@ from benchmarks.engine import ours, step_scenes
 from benchmarks.lib import harness, roofline, tables
 from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
-from benchmarks.serving import mock
+from benchmarks.serving import added
 from nanovllm.graphs.sizes import (
     CHUNK_WEIGHT,
     MAX_READ,
@@ -116,7 +116,7 @@ def measure_server(seconds: float) -> ServerTime:
     if missing := [name for name in ("fastapi", "msgspec", "zmq") if find_spec(name) is None]:
         print(f"what the server adds is not measured, since {', '.join(missing)} cannot be imported", flush=True)
         return ServerTime()
-    return ServerTime(**mock.server_time(seconds))
+    return ServerTime(**added.server_time(seconds))
 
 
 def measure_rates(device: str) -> list[dict[str, float]]:
@@ -132,7 +132,7 @@ def make_card(
     """The factors that explain the points, with all that says where they are from."""
     architecture, itemsize = read_architecture(model)
     machine = told["machine"]
-    request, token = fit_counts([(*added, added[-1]) for added in told["intake"]])
+    request, token = fit_counts([(*each, each[-1]) for each in told["intake"]])
     call, answer = fit_counts([(1, *called) for called in told["calls"]])
     cpu = machine["device"] == "cpu"
     card = Card(

@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any, NamedTuple
 
-from benchmarks.serving import load, speed
+from benchmarks.serving import load, mock, speed
 
 WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
 HIGHEST_ID = 500
@@ -82,15 +82,22 @@ def over_http(port: int, asked: list[Asked], clients: int) -> Seen:
     return Seen(found, [one.time for one in asked])
 
 
-def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Seen]:
-    """In a process of its own: the last wave. Callers share the process with the engine, which may make them late."""
-    return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
+def measure_async(
+    waves: list[list[list[Any]]], model: str, config: dict[str, Any], fake: dict[str, float] | None = None
+) -> list[Seen]:
+    """In a process of its own: the last wave. Callers share the process with the engine, which may make them late.
+    fake: of a `mock.FakeExecutor` in place of the device."""
+    return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config, fake))]
 
 
-async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Seen:
+async def in_process(
+    waves: list[list[Asked]], model: str, config: dict[str, Any], fake: dict[str, float] | None
+) -> Seen:
     from nanovllm import AsyncLLM, SamplingParams
 
     async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
+        if fake is not None:
+            llm.llm.engine.executor = mock.FakeExecutor(**fake)
         for wave in waves:
             start, gaps = time.perf_counter(), list[float]()
 

@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -35,10 +34,7 @@ from nanovllm.sampling_params import SamplingParams
 
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
-# The loads at which the costs of a step and of a token are measured. Steps of the server take 0.8 and 3.2 ms, as on a
-# busy GPU.
-STREAMS, RATE = (8, 32), 10_000  # of the server, and tokens per second
-CALLERS = 4, 24  # of `AsyncLLM`
+LIKE_A_GPU = {"rate": 5e5, "step": 0.00055, "prompt": 0.00095}  # about an H200 with Qwen3-0.6B, see `FakeExecutor`
 SERVER = [sys.executable, "-m", "benchmarks.serving.mock", "--server"]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
@@ -58,6 +54,7 @@ CONFIG = EngineConfig(
 class FakeStep:
     result_of_step: StepResult
     due: float  # seconds of time.perf_counter()
+    executor: "FakeExecutor"
 
     def guesses(self) -> dict[int, list[int]]:
         return {}
@@ -66,14 +63,17 @@ class FakeStep:
 
     def result(self) -> StepResult:
         time.sleep(max(0.0, self.due - time.perf_counter()))
+        self.executor.last_end = time.perf_counter()
         return self.result_of_step
 
 
 class FakeExecutor:
-    """Steps take their time one after the other, as on a GPU."""
+    """Steps take their time one after the other, as on a GPU: 1 / rate for each token that is drawn, and so many
+    seconds for the step itself and for each prompt."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, step: float = 0.0, prompt: float = 0.0) -> None:
+        self.rate, self.step, self.prompt = rate, step, prompt
+        self.last_end = 0.0  # when the step loop had the result that it waited for last
         self._free = 0.0
         draw = random.Random(0)
         self._tokens = [draw.randrange(300, VOCAB_SIZE) for _ in range(4096)]
@@ -88,8 +88,9 @@ class FakeExecutor:
         self._next += len(keys)
         tokens = {key: ([self._tokens[(self._next + i) % 4096]], None) for i, key in enumerate(keys)}
         now = time.perf_counter()
-        self._free = max(self._free, now) + len(keys) / self.rate
-        return FakeStep(StepResult(tokens), self._free)  # type: ignore[arg-type]
+        prompts = sum(item.num_tokens > 1 for item in plan.scheduled)
+        self._free = max(self._free, now) + self.step + len(keys) / self.rate + self.prompt * prompts
+        return FakeStep(StepResult(tokens), self._free, self)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -97,12 +98,14 @@ class FakeLLM:
     """As much of `LLM` as the engine's process uses."""
 
     rate: float
+    step: float = 0.0
+    prompt: float = 0.0
     path: Path = EMBEDDED_MODEL
     config: EngineConfig = CONFIG
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.engine = LLMEngine(FakeExecutor(self.rate), self.config, vocab_size=VOCAB_SIZE)
+        self.engine = LLMEngine(FakeExecutor(self.rate, self.step, self.prompt), self.config, vocab_size=VOCAB_SIZE)
 
     def close(self) -> None:
         self.engine.close()
@@ -130,7 +133,7 @@ def run_server(options: argparse.Namespace) -> None:
     args = parser().parse_args(["serve", "--no-access-log", "--drain-timeout", "1", "--max-queue", "10000"])
     args.settle(args)
     with bind("127.0.0.1", 0, options.api_servers) as sockets, wires() as used:
-        Family(used, sockets, args).run(FakeLLM, (options.rate,))
+        Family(used, sockets, args).run(FakeLLM, (options.rate, options.step, options.prompt))
 
 
 def run_ray(options: argparse.Namespace) -> None:
@@ -247,6 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--rate", type=float, default=50_000, help="tokens a second of the fake GPU")
+    parser.add_argument("--step", type=float, default=0.0, help="seconds that each of its steps takes beside that")
+    parser.add_argument("--prompt", type=float, default=0.0, help="seconds that each prompt takes beside that")
     parser.add_argument("--max-tokens", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
@@ -256,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_server(options) if options.ray is None else run_ray(options)
         return 0
     print(f"engine alone: {1e6 * engine_alone(options.streams) / options.streams:.2f} us a token")
-    with serving(options.rate, options.api_servers) as (popen, port):
+    with serving(options.rate, options.step, options.prompt, options.api_servers) as (popen, port):
         pids = children(popen.pid)
         idle = [cpu_seconds(pid) for pid in [popen.pid, *pids]]
         time.sleep(5)
@@ -271,116 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def serving(
+    rate: float, step: float = 0.0, prompt: float = 0.0, api_servers: int = 1
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
-    with started([*SERVER, "--rate", str(rate), "--api-servers", str(api_servers)]) as (popen, port):
+    fake = ["--rate", str(rate), "--step", str(step), "--prompt", str(prompt)]
+    with started([*SERVER, *fake, "--api-servers", str(api_servers)]) as (popen, port):
         yield popen, port
     check_status(popen)
-
-
-async def first_tokens(port: int, number: int, step_seconds: float) -> float:
-    """Median of the seconds from a request to its first token, less those of its step. Requests follow each other
-    without pauses: processors are slow after a pause, and what that adds is measured elsewhere. Connections are opened
-    before the clock starts."""
-    content = json.dumps({"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
-    found = []
-    for _ in range(number):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        start, read = time.perf_counter(), b""
-        writer.write(f"{HEAD}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-        while b'"text":' not in read:
-            read += await reader.read(2**16)
-        found.append(time.perf_counter() - start - step_seconds)
-        while b"[DONE]" not in read:
-            read += await reader.read(2**16)
-        writer.close()
-    return statistics.median(found)
-
-
-def server_time(seconds: float) -> dict[str, float]:
-    """What HTTP adds: to a request, until it has its first token, in seconds of the clock; to a step and to a token, in
-    seconds of the CPU, at two loads that leave the server time to spare. Nearly all that the engine's process does for
-    a step takes as long for few tokens as for many. The API processes of a server share its tokens."""
-    from nanovllm.server.serve import num_api_servers
-
-    with serving(RATE) as (popen, port):
-        pids = children(popen.pid)
-        request = asyncio.run(first_tokens(port, 20, 1 / RATE))
-        loads = [(streams, added(port, pids, streams, seconds)) for streams in STREAMS]
-    engine_step, engine_token = line(*((streams, engine) for streams, (engine, _) in loads))
-    api_step, api_token = line(*((streams, api) for streams, (_, api) in loads))
-    own = engine_step + engine_token + api_step + api_token + engine_alone(1)
-    return {
-        "request": max(0.0, request - own),
-        "engine_token": engine_token,
-        "api_token": api_token / num_api_servers(None),
-        "engine_step": engine_step,
-        "api_step": api_step,
-    }
-
-
-def ray_time(port: int, seconds: float) -> dict[str, float]:
-    """What Ray Serve and HTTP add, by the names of `server_time`. The application and the step loop are threads of one
-    process, the replica: what the application does for a token keeps the step loop waiting. The proxy has the place of
-    the API process. There is one stream, about as fast as the story model. Several streams would share some of the
-    time."""
-    rate = 100
-    with started([*SERVER, "--rate", str(rate), "--ray", str(port)], stderr=subprocess.STDOUT) as (popen, _):
-        request = asyncio.run(first_tokens(port, 20, 1 / rate))
-        engine, api = added(port, ray_processes(popen.pid), 1, seconds)
-    return {"request": max(0.0, request), "engine_token": max(0.0, engine), "api_token": api}
-
-
-def added(port: int, pids: list[int], streams: int, seconds: float) -> tuple[float, float]:
-    """Seconds of the CPU per step, in which each stream has a token: of the engine's process without the engine itself,
-    and of the processes between it and the clients. pids: the engine's process first."""
-    asked = argparse.Namespace(streams=streams, max_tokens=1000, seconds=seconds)
-    long = asyncio.run(measure(port, pids, asked))
-    engine, api = (1e-6 * streams * sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
-    return engine - engine_alone(streams), api
-
-
-def line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
-    """Seconds per step and per token, none below 0. few, many: tokens of a step, and the seconds that it takes."""
-    token = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
-    return max(0.0, few[1] - few[0] * token), token
-
-
-async def async_time(number: int = 20, num_tokens: int = 400) -> dict[str, float]:
-    """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
-    which one runs at a time. So what callers do for a token keeps the step loop waiting, too. In each step Python's
-    lock goes from one thread to the other and back. Here the device takes no time, so that the two threads alone set
-    the pace. The time of a step is measured with few callers and with many: the line through the two has a part per
-    step and a part per token. The engine's own share is taken off."""
-    from nanovllm import AsyncLLM
-
-    prompt = {"prompt_token_ids": [1] * 16}
-
-    async def answer(num_tokens: int) -> float:
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        start, first = time.perf_counter(), 0.0
-        async for _ in llm.generate(prompt, params):
-            first = first or time.perf_counter() - start
-        return first
-
-    async def step_seconds(streams: int) -> float:
-        found = []
-        for _ in range(3):
-            start = time.perf_counter()
-            await asyncio.gather(*[answer(num_tokens) for _ in range(streams)])
-            found.append((time.perf_counter() - start) / num_tokens)
-        return statistics.median(found) - engine_alone(streams)
-
-    options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 1024, "async_scheduling": True}
-    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, **options) as llm:
-        engine = llm.llm.engine
-        real, engine.executor = engine.executor, FakeExecutor(RATE)
-        found = [await answer(2) - 1 / RATE for _ in range(number)]
-        engine.executor = FakeExecutor(1e12)
-        step, token = line(*[(n, await step_seconds(n)) for n in CALLERS])
-        engine.executor = real
-    request = statistics.median(found) - step - token - engine_alone(1)
-    return {"request": max(0.0, request), "engine_token": token, "api_token": token, "engine_step": step}
 
 
 if __name__ == "__main__":

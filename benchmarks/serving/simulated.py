@@ -1,11 +1,13 @@
 """The simulation beside what it simulates, under the same arrivals: `AsyncLLM`, the server, and Ray Serve's replicas.
 
-    python -m benchmarks.serving.simulated [--card FILE] [--rates 2 6 12] [--seconds 30] [--only NAME] [--quick]
+    python -m benchmarks.serving.simulated [--card FILE | --fake-device] [--rates 2 6 12] [--seconds 30] [--only NAME]
 
-Without --card the cost of steps is measured first (`python -m benchmarks.engine step_costs`). Arrivals are a Poisson
-process. Every real run is a fresh process, and is warm before the clock starts. "engine" is the engine's own loop on
-one thread, whose clock is the CPU time of this thread. A busy machine spoils the comparison all the same, for cores
-share caches and memory: `load` in the result is the number of processes that wanted a core when a run began.
+With --fake-device nothing is computed: steps take the time of `mock.LIKE_A_GPU`. What is off then is due to callers and
+server, and to how these are simulated. Without --card the cost of steps is measured first (`python -m benchmarks.engine
+step_costs`). Arrivals are a Poisson process. Every real run is a fresh process, and is warm before the clock starts.
+"engine" is the engine's own loop on one thread, whose clock is the CPU time of this thread. A busy machine spoils the
+comparison all the same, for cores share caches and memory: `load` in the result is the number of processes that wanted
+a core when a run began.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Contender, Measure
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving import mock, speed
+from benchmarks.serving import added, mock, speed
 from benchmarks.serving.drive import (
     SHARES,
     WARM_UP,
@@ -40,10 +42,11 @@ from benchmarks.serving.drive import (
 from benchmarks.serving.started import started
 from nanovllm.config import EngineConfig
 from nanovllm.simulate.arrivals import Query, Workload
-from nanovllm.simulate.costs import Costs, ServerTime, load_costs
+from nanovllm.simulate.costs import Costs, IntakeTime, ServerTime, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.routers import PowerOfTwoChoices
+from nanovllm.simulate.step_time import StepTime
 
 VOCAB_SIZE = 4096
 RAY = "two replicas, Ray Serve"
@@ -103,26 +106,35 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
     serve = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", "--max-queue", "100000"]
     ray = [sys.executable, "examples/ray_serve.py", str(options.model), "--replicas", "2", "--port", str(options.port)]
     clients = speed.CLIENTS if gpu else 1
-    callers = ServerTime(**asyncio.run(mock.async_time()))
+    callers = ServerTime(**asyncio.run(added.async_time()))
 
     def in_process(title: str, measure: Measure, asked: list[Asked]) -> Seen:
-        arguments = {"waves": [arrivals(*WARM_UP), asked], "model": str(options.model), "config": config}
+        arguments: dict[str, Any] = {
+            "waves": [arrivals(*WARM_UP), asked],
+            "model": str(options.model),
+            "config": config,
+        }
+        if options.fake_device:
+            arguments["fake"] = mock.LIKE_A_GPU
         [found] = harness.run_process(Contender(title), measure, arguments, options)["repetitions"]
         return Seen(*found)
+
+    if options.fake_device:
+        serve, flags = mock.SERVER, [f"--{name}={value}" for name, value in mock.LIKE_A_GPU.items()]
 
     def server(command: list[str], asked: list[Asked]) -> Seen:
         with started(command, stderr=subprocess.STDOUT) as (_, port):
             return over_http(port, asked, clients)
 
     found = [
-        Setting(title, options.rates, partial(in_process, title, measure), 1, added)
-        for title, measure, added in (("engine", measure_engine, ServerTime()), ("AsyncLLM", measure_async, callers))
-        if title == "AsyncLLM" or not gpu
+        Setting(title, options.rates, partial(in_process, title, measure), 1, time)
+        for title, measure, time in (("engine", measure_engine, ServerTime()), ("AsyncLLM", measure_async, callers))
+        if title == "AsyncLLM" or not (gpu or options.fake_device)
     ]
     if (options.model / "tokenizer.json").is_file():
         found.append(Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server))
         if options.ray_rates and (options.only is None or RAY in options.only):
-            way = ServerTime(**mock.ray_time(options.port, seconds=6))
+            way = ServerTime(**added.ray_time(options.port, seconds=6))
             found.append(Setting(RAY, options.ray_rates, partial(server, ray), 2, way))
     return [setting for setting in found if options.only is None or setting.title in options.only]
 
@@ -130,7 +142,7 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.device != "cpu":
         return {"device": options.device, "max_model_len": 4096}
-    return {"device": "cpu", "num_kv_blocks": 4096}
+    return {"device": "cpu", "num_kv_blocks": 4096} | ({"async_scheduling": True} if options.fake_device else {})
 
 
 def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any]]:
@@ -142,7 +154,9 @@ def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any
     config = EngineConfig(**{**vars(chosen), "num_kv_blocks": blocks})
     for title, rates, real, replicas, server in settings(options, costs):
         for rate in rates:
-            asked = arrivals(rate, options.seconds, 1, gpu)
+            asked = arrivals(rate, options.seconds, 1, gpu or options.fake_device)
+            if options.fake_device:
+                asked = [one for one in asked if len(one.prompt) + one.max_tokens < 2000]  # nearly all
             busy = os.getloadavg()[0]
             seen = real(asked)
             sent = [one._replace(time=time) for one, time in zip(asked, seen.sent, strict=True)]
@@ -171,8 +185,8 @@ def table(results: dict[str, Result]) -> list[str]:
     machine = result["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['processor']}, {machine['cores']} cores"
     lines += ["", f"Each rate for {result['seconds']:g} s. Costs: {result['source']}."]
-    added = {row["where"]: row["server"] for row in result["rows"] if any(row.get("server", {}).values())}
-    for title, time in added.items():
+    adds = {row["where"]: row["server"] for row in result["rows"] if any(row.get("server", {}).values())}
+    for title, time in adds.items():
         request, step, token = (1e3 * time.get(name, 0.0) for name in ("request", "engine_step", "engine_token"))
         lines[-1] += f" {title} adds {request:.1f} ms to a request and {token:.2f} ms per token to a step"
         lines[-1] += f", and {step:.2f} ms to each step." if step else "."
@@ -185,6 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="default: the story model; on a GPU that of serving.speed")
     parser.add_argument("--tokenizer", type=Path, default=speed.TOKENIZER, help="of that model (default %(default)s)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fake-device", action="store_true", help="compare the callers and the server alone")
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
     parser.add_argument("--ray-rates", type=float, nargs="*", default=[1, 2], help="the same of two Ray replicas")
     parser.add_argument("--seconds", type=float, default=30, help="how long each rate is kept up (default 30)")
@@ -201,21 +216,33 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the servers
     if options.quick:
         options.rates, options.ray_rates, options.seconds = [3.0], [], 3.0
-    with tempfile.TemporaryDirectory() as scratch:
-        card = options.card or measure_costs(options, Path(scratch))
-        costs = load_costs(card, options.model)
+    if options.fake_device:
+        costs, options.ray_rates = fake_costs(), []
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            card = options.card or measure_costs(options, Path(scratch))
+            costs = load_costs(card, options.model)
     result: dict[str, Any] = {
-        "name": "serving_simulated",
+        "name": "serving_fake" if options.fake_device else "serving_simulated",
         "machine": facts(options.device),
         "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
         "seconds": options.seconds,
         "source": costs.source,
         "rows": [],
     }
-    path = harness.result_path("serving_simulated", result["machine"]["device"], options.out)
+    path = harness.result_path(result["name"], result["machine"]["device"], options.out)
     for row in compare(options, costs):  # written after each, so that a run that is cut short keeps what it has
         result["rows"].append(row)
         harness.write_json(result, path)
+
+
+def fake_costs() -> Costs:
+    """Of the fake device, with the engine's own time on this machine, and with what its server adds."""
+    host = dict(zip(("step", "sequence"), added.line(*[(n, mock.engine_alone(n)) for n in (1, 32)]), strict=True))
+    device = {"sample": 1 / mock.LIKE_A_GPU["rate"], "prompt": mock.LIKE_A_GPU["prompt"]}
+    time = StepTime(((0, mock.LIKE_A_GPU["step"]),), device, host)
+    server = ServerTime(**added.server_time(6))
+    return Costs("none", "none", True, "a device that computes nothing", time, IntakeTime(), server, kv_tokens=0)
 
 
 def measure_costs(options: argparse.Namespace, directory: Path) -> str:

@@ -173,7 +173,7 @@ class EngineServer:
         over: dict[str, Served] = {}
         # How many streams have the same time of their token before, and the same number of new tokens
         gaps: dict[tuple[float, int], int] = {}
-        for seq, token_ids, logprobs in committed:
+        for seq, token_ids, logprobs in reversed(committed):  # newest first: a first token waits for nobody else
             served = self._served[seq.request_id]
             if not served.has_stops:
                 if last := served.last_token_times[seq.choice]:

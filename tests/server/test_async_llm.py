@@ -8,9 +8,15 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nanovllm.admission import QueueFull
+from nanovllm.async_llm import tell
 from nanovllm.sampling_params import RequestOutputKind
-from nanovllm.stream import RequestAborted
+from nanovllm.server.engine_process import EngineServer
+from nanovllm.server.outbox import Outbox
+from nanovllm.stream import Pending, RequestAborted
 from tests.server.harness import STORY, greedy, idle, read, serving, tokens
+from tests.server.pair import one as stream_of
+from tests.server.pair import pair, whole
+from tests.server.pure import PureLLM
 from tests.server.shadow import SMALL, Gate
 from tests.server.waiting import until
 
@@ -68,6 +74,49 @@ def test_a_slow_reader_gets_fewer_and_larger_deltas_and_costs_no_memory() -> Non
             assert rest.finished and first.outputs[0].token_ids + rest.outputs[0].token_ids == whole
 
     asyncio.run(main())
+
+
+def test_the_newest_request_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a first token does not wait until the others of its step are read."""
+    told: list[list[int]] = []
+
+    def note(requests: list[Pending]) -> None:
+        told.append([int(request.key) for request in requests])
+        tell(requests)
+
+    monkeypatch.setattr("nanovllm.async_llm.tell", note)
+
+    async def main() -> None:
+        async with serving() as llm:
+            await asyncio.gather(*[tokens(llm.generate(STORY, greedy(max_tokens=10))) for _ in range(3)])
+
+    asyncio.run(main())
+    assert max(map(len, told)) > 1 and all(keys == sorted(keys, reverse=True) for keys in told)
+
+
+def test_the_newest_request_is_sent_first_to_an_api_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a first token does not wait until the others of its step are written."""
+    steps: list[list[int]] = []
+    hand_out, add = EngineServer._hand_out, Outbox.add
+
+    def note_step(server: EngineServer, *arguments: Any) -> None:
+        steps.append([])
+        hand_out(server, *arguments)
+
+    def note_stream(outbox: Outbox, stream: int, token_ids: list[int]) -> None:
+        steps[-1].append(stream)
+        add(outbox, stream, token_ids)
+
+    monkeypatch.setattr(EngineServer, "_hand_out", note_step)
+    monkeypatch.setattr(Outbox, "add", note_stream)
+
+    async def main() -> None:
+        async with pair(PureLLM()) as (_, [client]):
+            streams = [await stream_of(client, {"prompt": "Once"}, SamplingParams(max_tokens=8)) for _ in range(3)]
+            await asyncio.gather(*map(whole, streams))
+
+    asyncio.run(main())
+    assert max(map(len, steps)) > 1 and all(streams == sorted(streams, reverse=True) for streams in steps)
 
 
 def test_final_only_is_one_delta_with_everything() -> None:

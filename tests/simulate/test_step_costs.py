@@ -13,8 +13,8 @@ import pytest
 from benchmarks.engine import __main__ as command
 from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
-from benchmarks.serving import drive, mock, simulated
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from benchmarks.serving import added, drive, mock, simulated
+from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nanovllm.simulate.costs import CARDS, Card, ServerTime, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.ports import free_port
@@ -113,7 +113,9 @@ def test_a_card_is_measured_and_simulated(model: Path, tmp_path: Path, monkeypat
     """From the grid to figures beside those of the real engine. How close they are is not judged here."""
     monkeypatch.setattr(step_costs.harness, "run_process", run_here)
     monkeypatch.setattr(step_scenes, "QUICK_GRID", TINY)
-    monkeypatch.setattr(mock, "server_time", lambda seconds: {"request": 1e-3, "engine_token": 1e-5, "api_token": 5e-5})
+    monkeypatch.setattr(
+        added, "server_time", lambda seconds: {"request": 1e-3, "engine_token": 1e-5, "api_token": 5e-5}
+    )
     told = ["--quick", "--device", "cpu", "--repeats", "1", "--model", str(model), "--out", str(tmp_path)]
     command.main(["step_costs", *told])
     [path] = tmp_path.glob("*.json")
@@ -170,15 +172,33 @@ def test_a_step_that_no_card_can_compute_so_fast_is_left_out() -> None:
 
 
 def test_what_http_costs_is_measured() -> None:
-    found = mock.server_time(seconds=1)
+    found = added.server_time(seconds=1)
     assert 0 < found["api_token"] < 0.01 and 0 < found["engine_step"] < 0.01 and 0 <= found["request"] < 0.1
     assert 0 <= found["engine_token"] < 1e-4 and 0 <= found["api_step"] < 0.01
 
 
 def test_what_callers_of_async_llm_cost_is_measured() -> None:
-    found = asyncio.run(mock.async_time(number=2, num_tokens=50))
-    assert 0 < found["api_token"] == found["engine_token"] < 0.01
-    assert 0 <= found["request"] < 0.1 and 0 <= found["engine_step"] < 0.01
+    found = asyncio.run(added.async_time(number=5, num_tokens=50))
+    assert 0 < found["engine_token"] < 0.01 and 0 <= found["engine_step"] < 0.01
+    assert 0 < found["request"] < 0.1 and 0 <= found["api_step"] < 0.1 and 0 <= found["api_token"] < 0.01
+
+
+def test_what_a_request_waits_for_is_measured_where_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its step, or between the end of its step and the caller."""
+    check, hand_out = AsyncLLM.check, AsyncLLM._hand_out
+
+    def slow_check(llm: AsyncLLM, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return check(llm, *arguments)
+
+    def slow_hand_out(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
+        time.sleep(0.03 * any(output.outputs[0].token_ids[1:] == [] for output in outputs))
+        hand_out(llm, outputs)
+
+    monkeypatch.setattr(AsyncLLM, "check", slow_check)
+    monkeypatch.setattr(AsyncLLM, "_hand_out", slow_hand_out)
+    found = asyncio.run(added.async_time(number=5, num_tokens=50))
+    assert 0.01 <= found["request"] < 0.03 <= found["api_step"] + 12 * found["api_token"] < 0.1
 
 
 def test_what_the_step_loop_waits_for_counts_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +210,7 @@ def test_what_the_step_loop_waits_for_counts_per_step(monkeypatch: pytest.Monkey
         publish(llm)
 
     monkeypatch.setattr(AsyncLLM, "_publish", late)
-    found = asyncio.run(mock.async_time(number=2, num_tokens=50))
+    found = asyncio.run(added.async_time(number=2, num_tokens=50))
     assert 0.0015 < found["engine_step"] < 0.02 and found["engine_token"] < 0.001
 
 
@@ -201,7 +221,7 @@ def test_what_ray_serve_adds_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
     than a step of the story model, which is not computed here."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(mock.ROOT))
-    found = mock.ray_time(free_port(), seconds=1)
+    found = added.ray_time(free_port(), seconds=1)
     assert 1e-4 < found["engine_token"] < 0.006 and 1e-4 < found["api_token"] < 0.1 and 1e-3 < found["request"] < 1
 
 
@@ -216,10 +236,16 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
         ports.append(port)
         return measured
 
-    monkeypatch.setattr(mock, "async_time", async_time)
-    monkeypatch.setattr(mock, "ray_time", ray_time)
+    monkeypatch.setattr(added, "async_time", async_time)
+    monkeypatch.setattr(added, "ray_time", ray_time)
     options = argparse.Namespace(
-        device="cpu", model=mock.EMBEDDED_MODEL, port=1234, rates=[1.0], ray_rates=[2.0], only=["server"]
+        device="cpu",
+        model=mock.EMBEDDED_MODEL,
+        port=1234,
+        rates=[1.0],
+        ray_rates=[2.0],
+        only=["server"],
+        fake_device=False,
     )
     costs = load_costs("h200", "Qwen3-0.6B")
     [own] = simulated.settings(options, costs)
@@ -234,10 +260,10 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
     machine = {"device": "cpu", "processor": "any", "cores": 2, "torch": "any"}
     commit = {"hash": "any", "modified": False}
     result = {"rows": [row], "machine": machine, "commit": commit, "seconds": 1.0, "source": "any"}
-    added = f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step"
-    assert f"{added}." in "".join(simulated.table({"serving_simulated": result}))
+    told = f"{ray.title} adds 10.0 ms to a request and 2.00 ms per token to a step"
+    assert f"{told}." in "".join(simulated.table({"serving_simulated": result}))
     row["server"] = {**measured, "engine_step": 0.003}
-    assert f"{added}, and 3.00 ms to each step." in "".join(simulated.table({"serving_simulated": result}))
+    assert f"{told}, and 3.00 ms to each step." in "".join(simulated.table({"serving_simulated": result}))
 
 
 def test_figures_of_answers() -> None:
