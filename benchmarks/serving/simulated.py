@@ -99,7 +99,7 @@ class Setting(NamedTuple):
     server: ServerTime
 
 
-def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
+def settings(options: argparse.Namespace) -> list[Setting]:
     gpu = options.device != "cpu"
     config = engine_options(options)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
@@ -132,7 +132,9 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
         if title == "AsyncLLM" or not (gpu or options.fake_device)
     ]
     if (options.model / "tokenizer.json").is_file():
-        found.append(Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server))
+        if options.only is None or "server" in options.only:
+            http = ServerTime(**added.server_time(seconds=6))
+            found.append(Setting("server", options.rates, partial(server, [*serve, *flags]), 1, http))
         if options.ray_rates and (options.only is None or RAY in options.only):
             way = ServerTime(**added.ray_time(options.port, seconds=6))
             found.append(Setting(RAY, options.ray_rates, partial(server, ray), 2, way))
@@ -152,7 +154,7 @@ def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any
     assert chosen.kvcache_block_size is not None
     blocks = chosen.num_kv_blocks or costs.kv_tokens // chosen.kvcache_block_size
     config = EngineConfig(**{**vars(chosen), "num_kv_blocks": blocks})
-    for title, rates, real, replicas, server in settings(options, costs):
+    for title, rates, real, replicas, server in settings(options):
         for rate in rates:
             asked = arrivals(rate, options.seconds, 1, gpu or options.fake_device)
             if options.fake_device:
