@@ -42,11 +42,12 @@ DEVICE_TERMS = {
     "masked_step": "layers",  # once, if there is any mask: the step is two recordings, and waits for the masks between
     "masked": "vocabulary",
     "sample": "head",
-    "shared_key": "keys",  # found in the device's cache
+    "shared_key": "keys",  # in place of "decode_key", if the device finds some of the keys in its cache
     "with_prompts": "layers",  # once, if the step is in no recording of decodes
     "first_prompt_key": "layers",  # of the first `FIRST_PROMPT_KEYS` of the longest context, added to "prompt_key"
 }
 FIRST_KEYS = 4096
+LOST = 0.8  # of the keys for which the device's cache has no room, as measured on an H200
 FIRST_PROMPT_KEYS = 2048  # a longer context is cut among programs if the chunk has few tokens
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
 # Where tokens of prompts are decodes of their own, no more keys are counted than this share of the most that such a
@@ -164,7 +165,7 @@ class StepTime:
     host: Mapping[str, float]
     launch: float = 0.0  # seconds that launching a step kernel by kernel takes at least
     recordings: Recordings = field(default_factory=Recordings)
-    cache_bytes: float = math.inf  # of the device: what sequences share is read from there if all of it fits
+    cache_bytes: float = math.inf  # of the device: what sequences share may be read from there
     experts: float = 0.0  # seconds that reading the weights of all experts takes; no card was measured with them
     chosen_share: float = 0.0  # of the experts, for each token
 
@@ -187,8 +188,12 @@ class StepTime:
         factors: tuple[float, ...] = self._device  # type: ignore[attr-defined]
         tokens, kind = self.recordings.run(shape)
         read, cached = self.keys_of_decodes(shape, kind)
-        seconds = self.of_tokens(tokens) + factors[0] * read + factors[12] * cached
         first, keys = self.recordings.first_keys, read + cached
+        reading = factors[0] * read
+        if cached:  # while shared keys are found in the cache, other keys are read from memory
+            first_time = min(shape.shared_beginnings, read)
+            reading = max(reading, factors[0] * first_time + factors[12] * (keys - first_time))
+        seconds = self.of_tokens(tokens) + reading
         seconds += factors[1] * (keys if keys < first else first)
         seconds += factors[11] * shape.samples
         if self.experts:
@@ -223,9 +228,24 @@ class StepTime:
         guessed = shape.guess_keys
         if guessed and kind is not Kind.DECODES:
             guessed = min(guessed, max(0, int(self.recordings.max_keys) - read - cached))
-        if shape.shared_beginnings * self.recordings.layer_key_bytes > self.cache_bytes:
-            return read + guessed + cached, 0
-        return read + guessed, cached
+        lost = self.lost_keys(shape) if cached else 0
+        return read + guessed + lost, cached - lost
+
+    def lost_keys(self, shape: StepShape) -> int:
+        """How many of the shared keys are no longer in the cache when another sequence reads them.
+
+        The sequences that share a beginning read it at different times. Between two of them, the device reads each
+        beginning once, and of the other keys as many times fewer as a beginning has readers. If all this has room, the
+        keys are still there. So there is a number of readers from which on they are, and the keys that fewer readers
+        would share are lost, but for some: neighbours read at about the same time.
+        """
+        room = self.cache_bytes / self.recordings.layer_key_bytes
+        if shape.decode_keys <= room:
+            return 0
+        if shape.shared_beginnings >= room:
+            return int(LOST * shape.shared_keys)
+        lost = shape.shared_beginnings * (shape.decode_keys - room) / (room - shape.shared_beginnings)
+        return int(LOST * min(shape.shared_keys, lost))
 
     def own_keys(self, shape: StepShape) -> float:
         """The keys that tokens of prompts read, each token for itself. See `OWN_SHARE` for the most that count."""
@@ -235,18 +255,23 @@ class StepTime:
     def counts(self, shape: StepShape) -> list[tuple[int, list[float]]]:
         """What `fit` finds the factors of. Each entry is one way to count the step: the tokens to look up in the table,
         and the counts of the device's terms in the order of `DEVICE_TERMS`. With prompts there are two ways: their
-        tokens share the keys, or each reads keys of its own. The way that takes longest is the time of the step."""
+        tokens share the keys, or each reads keys of its own. With keys in the device's cache there are two as well: the
+        others come from memory, or all come through the cache. The way that takes longest is the time of the step."""
         tokens, kind = self.recordings.run(shape)
         beside = kind is not Kind.DECODES
         read, cached = self.keys_of_decodes(shape, kind)
         by_prompts = beside * (shape.decode_keys + shape.shared_keys)
-        keys = [read, min(read + cached, self.recordings.first_keys), by_prompts, shape.prompts]
+        keys = [min(read + cached, self.recordings.first_keys), by_prompts, shape.prompts]
         rest = [float(beside and sequences_of(shape) > FEW_SEQUENCES), float(shape.guesses > 0)]
-        rest += [float(shape.masked > 0), shape.masked, shape.samples, cached]
-        first = min(shape.prompt_keys, FIRST_PROMPT_KEYS)
-        found = [(tokens, [*keys, shape.prompt_pairs, shape.prompt_keys, 0.0, *rest, float(beside), first])]
-        if own := self.own_keys(shape):
-            found.append((min(tokens, self.recordings.max_several), [*keys, 0.0, 0.0, own, *rest, 0.0, 0.0]))
+        rest += [float(shape.masked > 0), shape.masked, shape.samples]
+        first, found = min(shape.prompt_keys, FIRST_PROMPT_KEYS), []
+        first_time = min(shape.shared_beginnings, read)
+        for memory, cache in ((read, 0), (first_time, read + cached - first_time))[: 2 if cached else 1]:
+            attention = [shape.prompt_pairs, shape.prompt_keys, 0.0]
+            found.append((tokens, [memory, *keys, *attention, *rest, cache, float(beside), first]))
+            if own := self.own_keys(shape):
+                few = min(tokens, self.recordings.max_several)
+                found.append((few, [memory, *keys, 0.0, 0.0, own, *rest, cache, 0.0, 0.0]))
         return found
 
     def host_seconds(self, shape: StepShape) -> float:

@@ -238,6 +238,7 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(added, "async_time", async_time)
     monkeypatch.setattr(added, "ray_time", ray_time)
+    monkeypatch.setattr(added, "server_time", lambda seconds: {"request": 0.5})
     options = argparse.Namespace(
         device="cpu",
         model=mock.EMBEDDED_MODEL,
@@ -247,11 +248,10 @@ def test_replicas_of_ray_are_simulated_with_what_ray_adds(monkeypatch: pytest.Mo
         only=["server"],
         fake_device=False,
     )
-    costs = load_costs("h200", "Qwen3-0.6B")
-    [own] = simulated.settings(options, costs)
-    assert own.server == costs.server and not ports
+    [own] = simulated.settings(options)
+    assert own.server == ServerTime(request=0.5) and not ports
     options.only = None
-    *_, ray = simulated.settings(options, costs)
+    *_, ray = simulated.settings(options)
     assert (ray.title, ray.rates, ray.replicas, ray.server) == (simulated.RAY, [2.0], 2, ServerTime(**measured))
     assert ports == [1234]
 

@@ -102,13 +102,19 @@ def test_keys_of_few_tokens_and_of_many() -> None:
     assert slower.device_seconds(more) == pytest.approx(4e-3)
 
 
-def test_beginnings_that_do_not_fit_the_cache_are_read_from_memory() -> None:
-    """The keys of a recording have 1000 bytes each here, so the cache has room for 500 of them."""
+def test_what_sequences_share_comes_from_the_cache_if_it_is_still_there() -> None:
+    """The keys of a recording have 1000 bytes each here, so the cache has room for 1000 of them."""
     recordings = replace(RECORDINGS, layer_key_bytes=1e3)
-    time = StepTime(((1, 1e-3),), {"decode_key": 1e-6, "shared_key": 1e-7}, {}, 0.0, recordings, cache_bytes=5e5)
+    time = StepTime(((1, 1e-3),), {"decode_key": 1e-6, "shared_key": 1e-7}, {}, 0.0, recordings, cache_bytes=1e6)
     fits = StepShape(decodes=4, decode_keys=1000, shared_keys=1500, shared_beginnings=500)
-    assert time.device_seconds(fits) == pytest.approx(1e-3 + 1e-3 + 1.5e-4)
-    assert time.device_seconds(fits._replace(shared_beginnings=501)) == pytest.approx(1e-3 + 2.5e-3)
+    assert time.device_seconds(fits) == pytest.approx(1e-3 + 1e-3)  # meanwhile 2000 keys come from the cache
+    many = fits._replace(shared_keys=15_000)
+    assert time.device_seconds(many) == pytest.approx(1e-3 + 500 * 1e-6 + 15_500 * 1e-7)
+    beside_others = fits._replace(decode_keys=1600)  # 1100 of them are no one's but one sequence's
+    assert time.lost_keys(beside_others) == 0.8 * 600
+    assert time.device_seconds(beside_others) == pytest.approx(1e-3 + 2.08e-3)
+    assert time.lost_keys(beside_others._replace(shared_keys=500)) == 0.8 * 500
+    assert time.device_seconds(beside_others._replace(shared_beginnings=1000)) == pytest.approx(1e-3 + 2.8e-3)
 
 
 def test_guesses_share_the_keys_of_their_sequence_in_a_recording_with_prompts() -> None:
@@ -147,7 +153,7 @@ def drawn(count: int) -> list[StepShape]:
         keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
         guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
         of_prompts = prompts, tokens, tokens * context
-        longest, shared = context * (prompts > 0), draw.choice([0, 0, keys])
+        longest, shared = context * (prompts > 0), draw.choice([0, 0, 4 * keys])
         found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest, shared))
     return [shape for shape in found if shape.samples]
 
