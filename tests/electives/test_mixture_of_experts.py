@@ -91,7 +91,7 @@ def test_each_token_sums_its_own_answers_by_its_own_weights(subject: Any) -> Non
     answers = torch.stack([10.0**token, experts[token, choice].float()], dim=1)  # whose, and by whom
     expected = [[0.75, 0.5 * 3 + 0.25 * 2], [30.0, 2.0 * 3], [412.5, 0.125 * 2 + 4.0 * 3]]
     found = subject.module.combine(answers, order, weights)
-    told = "numbers here are 1, 10, 100 for an answer to token 0, 1, 2, and the expert that gave it"
+    told = "an answer here is [1, 10 or 100 for token 0, 1 or 2; the number of its expert]"
     assert found.tolist() == expected, f"combine gives {found.tolist()}, but {expected} is right ({told})"
     half = subject.module.combine(answers.bfloat16(), order, weights)
     assert half.dtype == torch.bfloat16, "the weights are fp32, and the hidden state stays what it is"
