@@ -76,7 +76,7 @@ swimlane(run.events, names=NAMES, title="Mixture of experts: who runs when")
 #
 # ## What hurt
 #
-# Where the weights lie:
+# Where the weights lie, with E experts in a layer of which a token meets K:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -116,10 +116,14 @@ compare(my_guess, read[sizes.index(4)], f"of {E} experts")
 #
 # ## The idea, in pictures
 #
-# The router is one matrix with a row for each expert. Its product with a token's hidden state, softmaxed, says how well
-# each expert suits the token. The two largest are chosen, and their shares, scaled to sum to one, are the weights with
-# which their answers are added. Here is what the router of layer 3 says of the beginning of a story. Each column is a
-# token, and frames are around the chosen:
+# The router is one matrix with a row for each expert. Its product with a token's hidden state is one logit for each
+# expert. A softmax makes probabilities of them, which say how well each expert suits the token. The K largest are
+# chosen, and they are the weights with which the answers of their experts are added. In this model they are first
+# divided by their sum. Other models leave that out: `norm_topk_prob` in config.json says which, and is `norm` in the
+# code.
+#
+# Here is what the router of layer 3 says of the beginning of a story. Each column is a token, and frames are around the
+# chosen:
 
 # %%
 engine = MixtureOfExpertsEngine(STORY_MOE)
@@ -132,7 +136,8 @@ router_picture(words, probabilities, K, "Layer 3: what the router thinks of each
 # Now the experts must be computed. One token after another would read an expert again for each of its tokens. So turn
 # the question round: not *which experts has this token?* but *which tokens has this expert?* A token and one of its
 # experts make a **pair**. Number the pairs token by token: pair p is choice p % K of token p // K. Now sort them by
-# expert. (`route` takes logits; the logarithm of probabilities will do.)
+# expert. (`route` takes logits. The softmax of the logarithm of probabilities is those probabilities again, so the
+# logarithm will do.)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -214,7 +219,7 @@ for expert, favoured in enumerate(favourites(words, first, E, count=10)):
 #
 # Whoever is chosen more learns more, and is chosen still more: left alone, routers send everything to a few experts.
 # So training adds a second loss that grows where a router prefers some (`training/experts.py`). An even share is
-# 12.5%, and in forty short texts some have more:
+# 12.5%, and in forty short texts some have more and some less:
 
 # %%
 shares = {}
@@ -268,9 +273,10 @@ for size, mixture in zip(sizes, per_step, strict=True):
 # ## What still hurts
 #
 # The loop asks for `counts` on the CPU, so on a GPU it waits for the router in every layer, and then launches three
-# small products for each expert. No CUDA graph can hold that, because which products there are depends on the tokens.
-# The engine sorts on the GPU and computes all experts in two launches, which are the same whatever the router says
-# (`nanovllm/kernels/moe`). On several ranks each has a part of every expert, as in stage 7 it has some of the heads.
+# small products for each expert. Chapter 6 records the launches of a step once, as a CUDA graph, and replays them. No
+# graph can hold this loop, because which products there are depends on the tokens. The engine sorts on the GPU and
+# computes all experts in two launches, which are the same whatever the router says (`nanovllm/kernels/moe`). On several
+# GPUs, the ranks of chapter 7, each has a part of every expert, as it has some of the heads.
 #
 # ## Your turn
 #
@@ -296,10 +302,11 @@ list_exercises("moe")
 #
 # `make elective-moe-mutants` shows what goes wrong when one of these is *almost* right.
 #
-# **To think about.** (a) Swap two experts of a layer, and the two rows of its router. What changes in the outputs?
-# (b) If each token had one expert, and weights that sum to one, what would every weight be? How could such a router
-# learn? (c) Put each expert on a rank of its own. Of a prompt of 1,000 tokens, who waits for whom, and what does the
-# picture of the shares say about it?
+# **To think about.** (a) Swap two experts of a layer, and the two rows of its router: `engine.model.layers[3].mlp` has
+# both, as `experts` and `gate.weight`. What changes in the outputs? Make your guess, then try. (b) If each token had
+# one expert, and weights that sum to one, what would every weight be? How could such a router learn? (c) Put each
+# expert on a GPU of its own. Of a prompt of 1,000 tokens, who waits for whom, and what does the picture of the shares
+# say about it?
 #
 # ## Further reading
 #

@@ -69,10 +69,10 @@ def route(logits: Tensor, num_chosen: int, norm: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The pairs of a token and its expert in the order of the experts: experts [T, K] -> [T * K]. Also a list of
-    how many pairs each expert has, [E].
+    """The numbers of all pairs, sorted by their experts: experts [T, K] -> [T * K]. Also a list of how many pairs
+    each expert has, [E].
 
-    Pair p is choice p % K of token p // K.
+    A pair is a token and one of its experts. Pair p is choice p % K of token p // K.
     """
     # exercise moe.2: lay the experts of all pairs end to end, and sort the pairs by them (argsort, stable, so that an
     #   expert has its tokens in their order). The second result has a count for every expert, 0 where nobody chose it.
@@ -84,7 +84,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]
 
 
 def combine(answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """What each token gets: answers [T * K, H], one for each pair of `order`, and weights [T, K] -> [T, H]."""
+    """What each token gets: answers [T * K, H], row i for pair order[i], and weights [T, K] by token -> [T, H]."""
     # exercise moe.3: row i of `answers` is of pair order[i]: put each where its pair was before the sort, so that the K
     #   answers of a token are neighbours. Multiply by the weights, in the dtype of the answers, and sum over the K.
     by_pair = torch.empty_like(answers)

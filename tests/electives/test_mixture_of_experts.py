@@ -52,7 +52,11 @@ def test_the_router_weighs_the_likeliest_experts(subject: Any) -> None:
         logits = odds.log().to(dtype)
         for norm in (False, True):
             weights, experts = subject.module.route(logits, 2, norm=norm)
-            assert experts.tolist() == [[1, 2], [0, 3]] and weights.dtype == torch.float32
+            likeliest = [[1, 2], [0, 3]]
+            assert experts.tolist() == likeliest, (
+                f"experts {experts.tolist()}, the second result, but {likeliest} is right"
+            )
+            assert weights.dtype == torch.float32, f"route(logits in {dtype}): weights in {weights.dtype}, not float32"
             expected = logits.float().softmax(-1).gather(1, experts)
             expected = expected / expected.sum(-1, keepdim=True) if norm else expected
             wrong = (
@@ -60,14 +64,19 @@ def test_the_router_weighs_the_likeliest_experts(subject: Any) -> None:
             )
             torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0, msg=wrong)
     weights, experts = subject.module.route(odds.log(), 1, norm=True)
-    assert experts.tolist() == [[1], [0]] and weights.tolist() == [[1.0], [1.0]]
+    assert experts.tolist() == [[1], [0]]
+    assert weights.tolist() == [[1.0], [1.0]], "with norm, the weight of a token's only expert is 1"
 
 
 def test_pairs_lie_by_expert_and_then_by_token(subject: Any) -> None:
     """Expert 0 has token 1, expert 2 has tokens 0 and 2, expert 3 all of them, and expert 1 and 4 have none."""
     order, counts = subject.module.sort_by_expert(torch.tensor([[3, 2], [0, 3], [2, 3]]), 5)
-    assert order.tolist() == [2, 1, 4, 0, 3, 5]
-    assert type(counts) is list and counts == [1, 0, 2, 3, 0], f"counts, a list of integers: {counts!r}"
+    found = (
+        f"sort_by_expert of experts [[3, 2], [0, 3], [2, 3]]: pairs {order.tolist()}, but [2, 1, 4, 0, 3, 5] is right"
+    )
+    assert order.tolist() == [2, 1, 4, 0, 3, 5], f"{found}: pair 2 is the first choice of token 1, which is expert 0"
+    found = f"the same, with 5 experts: counts {counts!r}, but the list [1, 0, 2, 3, 0] is right"
+    assert type(counts) is list and counts == [1, 0, 2, 3, 0], found
     many = torch.arange(4096).view(-1, 2) % 3
     order, counts = subject.module.sort_by_expert(many, 3)
     assert order.tolist() == sorted(range(4096), key=lambda pair: pair % 3), "an expert's pairs stay in their order"
@@ -81,9 +90,13 @@ def test_each_token_sums_its_own_answers_by_its_own_weights(subject: Any) -> Non
     token, choice = order // 2, order % 2
     answers = torch.stack([10.0**token, experts[token, choice].float()], dim=1)  # whose, and by whom
     expected = [[0.75, 0.5 * 3 + 0.25 * 2], [30.0, 2.0 * 3], [412.5, 0.125 * 2 + 4.0 * 3]]
-    assert subject.module.combine(answers, order, weights).tolist() == expected
+    found = subject.module.combine(answers, order, weights)
+    told = "an answer here is [1, 10 or 100 for token 0, 1 or 2; the number of its expert]"
+    assert found.tolist() == expected, f"combine gives {found.tolist()}, but {expected} is right ({told})"
     half = subject.module.combine(answers.bfloat16(), order, weights)
     assert half.dtype == torch.bfloat16, "the weights are fp32, and the hidden state stays what it is"
+    alone = subject.module.combine(answers[[3, 0]], torch.tensor([1, 0]), weights[:1])
+    assert alone.shape == (1, 2), f"combine of one token has the shape {list(alone.shape)}, but [T, H] is [1, 2]"
 
 
 def test_an_expert_without_tokens_is_not_run(subject: Any) -> None:
