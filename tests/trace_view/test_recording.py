@@ -1,6 +1,9 @@
 """A recording survives the disk, and damage is told."""
 
+import errno
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,33 @@ import pytest
 from nanovllm import cli
 from nanovllm.trace_view import Recording
 from tests.trace_view.runs import crowded
+
+
+def test_a_pipe_is_written_to_and_a_link_stays_a_link(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "run.jsonl"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    with ThreadPoolExecutor(1) as pool:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        writing = pool.submit(crowded().save, pipe)
+        os.set_blocking(reader, True)
+        with os.fdopen(reader, "rb") as pieces:
+            written = pieces.read()
+        writing.result()
+    crowded().save(link)
+    assert link.is_symlink() and file.read_bytes() == written and written
+    assert sorted(tmp_path.iterdir()) == [link, pipe, file] and pipe.is_fifo()
+
+
+def test_what_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(OSError, match="No space"):
+        crowded().save(tmp_path / "run.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
