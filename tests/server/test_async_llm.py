@@ -11,7 +11,7 @@ from nanovllm.admission import QueueFull
 from nanovllm.sampling_params import RequestOutputKind
 from nanovllm.stream import RequestAborted
 from tests.server.harness import STORY, greedy, idle, read, serving, tokens
-from tests.server.shadow import SMALL, Gate
+from tests.server.shadow import SMALL, Gate, shadow_llm
 from tests.server.waiting import until
 
 PROMPTS = [STORY, "Once upon a time", "Otto the raccoon", "Far, far away"]
@@ -261,3 +261,19 @@ def test_a_reader_whose_event_loop_is_gone_has_left() -> None:
                     await anext(kept)
 
     asyncio.run(main())
+
+
+def test_one_that_nobody_holds_any_more_gives_its_memory_back() -> None:
+    async def main() -> tuple[Any, Any, list[int]]:
+        llm = shadow_llm()
+        running = llm.generate(STORY, greedy(max_tokens=20))
+        await anext(running)
+        engine, thread = llm.llm.engine, llm._thread
+        del llm
+        return engine, thread, await tokens(running)  # its stream still holds it
+
+    engine, thread, rest = asyncio.run(main())
+    assert 0 < len(rest) < 20
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive() and engine.closed
