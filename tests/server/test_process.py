@@ -282,3 +282,13 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(capsys: pyte
         finally:
             signal.signal(signal.SIGTERM, handler)
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs bash")
+def test_cluster_sh_asks_for_the_address_before_it_installs_anything(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text("#!/bin/sh\necho installing >&2\nexit 1\n")
+    (tmp_path / "make").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "examples/cluster.sh", "join"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 1 and "HEAD:PORT" in done.stderr and "installing" not in done.stderr
