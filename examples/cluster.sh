@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export RAY_USAGE_STATS_ENABLED=0  # Ray would report to its makers otherwise
 export RAY_AUTH_MODE=token  # otherwise anybody on the network could run programs on the cluster
 port=6379
+[ "${1:-}" != join ] || : "${2:?say which: examples/cluster.sh join HEAD:PORT}"  # before anything is installed
 
 case "${1:-}" in
   head | join)
@@ -21,7 +22,7 @@ case "${1:-}" in
     address=$(hostname -I 2>/dev/null | cut -d ' ' -f 1)
     echo "Copy ~/.ray/auth_token to the other machines. Then, there: examples/cluster.sh join ${address:-THIS_MACHINE}:$port"
     ;;
-  join) .venv/bin/ray start --address "${2:?say which: examples/cluster.sh join HEAD:PORT}" --disable-usage-stats ;;
+  join) .venv/bin/ray start --address "$2" --disable-usage-stats ;;
   leave) .venv/bin/ray stop ;;
   *)
     sed -n '2,5s/^# //p' "$0" >&2

@@ -10,6 +10,7 @@ import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from itertools import count
 from operator import index
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 from nanovllm.admission import Checked, check_queue
@@ -30,6 +31,9 @@ from nanovllm.stream import EngineDead, Pending, RequestAborted, Stream
 from nanovllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# What the step loop is to call. None: end, and abort what is not finished.
+Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class AsyncLLM:
@@ -44,7 +48,8 @@ class AsyncLLM:
         call `abort`; `generate`, `add_request` and `shutdown` raise RuntimeError there, for who waits for the step loop
         inside of it waits for ever.
 
-    The engine inside belongs to the step loop: calls of `self.llm.generate` and the like raise RuntimeError.
+    The engine inside belongs to the step loop: calls of `self.llm.generate` and the like raise RuntimeError. An object
+    that nobody holds any more, nor any of its streams, is shut down as well.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class AsyncLLM:
             raise ValueError(f"max_queue must be at least 1, or None for any number; got {max_queue}")
         self.llm = LLM(model, on_event=on_event, **config)
         self.max_queue = max_queue
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the step loop to call
+        self._inbox: Inbox = SimpleQueue()
         self._lock = threading.RLock()  # re-entrant: a garbage collection in here may drop a stream
         self._keys = map(str, count())
         self._requests: dict[str, Pending] = {}  # by the caller's id; guarded by the lock, as the next two
@@ -73,9 +78,12 @@ class AsyncLLM:
         # The step loop's own.
         self._added: dict[str, Pending] = {}  # by `key`
         self._serving = True
-        self._thread = threading.Thread(target=self._run, name="nanovllm-step-loop", daemon=True)
+        mine = weakref.ref(self), self._inbox, self.llm
+        self._thread = threading.Thread(target=step_loop, args=mine, name="nanovllm-step-loop", daemon=True)
         self._thread.start()
-        atexit.register(self._end_with_the_process)
+        weakref.finalize(self, self._inbox.put, None).atexit = False
+        self._at_exit = partial(end_with_the_process, self._inbox, self._thread)
+        atexit.register(self._at_exit)
 
     # --- the producers ---
 
@@ -192,17 +200,11 @@ class AsyncLLM:
             self._refusal = self._refusal or "the engine was shut down"
             self._inbox.put(partial(self._stop, drain))
         await asyncio.to_thread(self._thread.join)
-        atexit.unregister(self._end_with_the_process)
+        atexit.unregister(self._at_exit)
 
     def _refuse_on_event(self) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError("on_event runs in the step loop and must not wait for it: do that in another thread")
-
-    def _end_with_the_process(self) -> None:
-        """For a program that never calls `shutdown`. Python would crash at its end if this thread were in mid-step. A
-        thread that hangs there keeps the process for ten seconds at most."""
-        self._inbox.put(partial(self._stop, False))
-        self._thread.join(timeout=10)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -256,19 +258,26 @@ class AsyncLLM:
 
     # --- the consumer: all that follows runs in its thread ---
 
-    def _run(self) -> None:
-        engine, error = self.llm.engine, None
-        engine.calls.owner = threading.get_ident()
-        try:
-            while self._serving or engine.has_unfinished():
-                idle = not engine.has_unfinished()
-                for _ in range(max(self._inbox.qsize(), idle)):
-                    self._inbox.get()()  # an idle engine sleeps here
-                self._hand_out(engine.step())
-                self._publish()
-        except BaseException as caught:
-            logger.exception("the step loop has ended, and no request can be served any more")
-            error = caught
+    def _work(self, call: Callable[[], None] | None) -> bool:
+        """Do what is asked, and step until nothing is left to do. Returns whether more may be asked."""
+        engine = self.llm.engine
+        self._do(call)
+        while True:
+            for _ in range(self._inbox.qsize()):  # all that has come begins in the same step
+                self._do(self._inbox.get())
+            self._hand_out(engine.step())
+            self._publish()
+            if not engine.has_unfinished():
+                return self._serving
+
+    def _do(self, call: Callable[[], None] | None) -> None:
+        if call is None:
+            self._stop(drain=False)
+        else:
+            call()
+
+    def _end_all(self, error: BaseException | None) -> None:
+        """The step loop is over: tell everybody who waits."""
         with self._lock:
             if error is not None:
                 self._refusal, self._cause = f"the step loop has ended: {error!r}", error
@@ -280,12 +289,6 @@ class AsyncLLM:
             request.error = EngineDead(self._refusal)
             request.error.__cause__ = error
         self._wake(left)
-        try:
-            self.llm.close()
-        except Exception:
-            logger.exception("an error while the engine was closed")
-        finally:
-            engine.calls.owner = None
 
     def _add(self, request: Pending, checked: Checked, priority: int, arrived: float) -> None:
         ids, params, salt, text = checked.prompt_token_ids, checked.params, checked.cache_salt, checked.prompt
@@ -340,3 +343,34 @@ class AsyncLLM:
 def tell(requests: list[Pending]) -> None:
     for request in requests:
         request.news.set()
+
+
+def step_loop(found: "weakref.ref[AsyncLLM]", inbox: Inbox, llm: LLM) -> None:
+    """The consumer's thread. While idle, it does not hold the AsyncLLM, so that one may be dropped."""
+    error = None
+    llm.engine.calls.owner = threading.get_ident()
+    try:
+        serving = True
+        while serving:
+            call = inbox.get()  # an idle engine sleeps here
+            owner = found()
+            serving = owner is not None and owner._work(call)
+            del call, owner
+    except BaseException as caught:
+        logger.exception("the step loop has ended, and no request can be served any more")
+        error = caught
+    if (owner := found()) is not None:
+        owner._end_all(error)
+    try:
+        llm.close()
+    except Exception:
+        logger.exception("an error while the engine was closed")
+    finally:
+        llm.engine.calls.owner = None
+
+
+def end_with_the_process(inbox: Inbox, thread: threading.Thread) -> None:
+    """For a program that never calls `shutdown`. Python would crash at its end if this thread were in mid-step. A
+    thread that hangs there keeps the process for ten seconds at most."""
+    inbox.put(None)
+    thread.join(timeout=10)

@@ -1,6 +1,7 @@
 """The command line: `nanovllm generate`, `chat`, `serve`, `simulate` and so on. A user's mistake gets one line."""
 
 import argparse
+import io
 import os
 import random
 import sys
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a mistake, 130 for Ctrl-C, 141 where nobody reads the output any more."""
     args = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it does not have
     try:
         args.run(args)
-        sys.stdout.flush()  # while a closed pipe can still be caught
+        if sys.stdout is not None:  # which it is if the shell has closed it
+            sys.stdout.flush()  # while a closed pipe can still be caught
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 141

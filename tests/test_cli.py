@@ -354,6 +354,23 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (141, "", "Once upon a time, in")
 
 
+def test_a_closed_standard_output_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `nanovllm ... >&-`
+    assert cli.main(["generate", "Nell", *GREEDY, "--max-tokens", "1"]) == 0
+
+
+def test_a_terminal_that_lacks_a_character_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, "latin-1"))
+    assert cli.main(["generate", "Crème 日本", *GREEDY, "--max-tokens", "1"]) == 0
+    assert screen.getvalue().startswith("Crème ??".encode("latin-1"))
+
+
+def test_python_m_nanovllm_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "nanovllm", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("nanovllm ") and done.returncode == 0
+
+
 def test_threads_that_wait_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
     """Set before torch is imported, which reads it only then."""
     code = "import os, sys, nanovllm; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"

@@ -22,7 +22,8 @@ from nanovllm.server.messages import EngineInfo
 from nanovllm.server.options import AppOptions
 from nanovllm.server.wires import ALIVE, DEAD, NOW, PULSE, READY, Wires, obey_the_parent
 
-FAREWELL = 1  # seconds in which clients are told that the engine is gone
+FAREWELL = 1  # seconds in which clients are told that they will get no more
+ENDED = "the server was shut down"
 
 
 class Server(uvicorn.Server):
@@ -61,13 +62,13 @@ class Server(uvicorn.Server):
         cut = asyncio.create_task(self._cut_the_drain())
         await super().shutdown(sockets)
         cut.cancel()
-        if self.force_exit:  # the wait for answers was cut short; those who wait are told all the same
+        if self.force_exit:  # then uvicorn leaves this out
             await self.lifespan.shutdown()
 
     async def _cut_the_drain(self) -> None:
         """After the time for it, abort what is not answered, so that clients are told: uvicorn would cut them off."""
         await asyncio.sleep(self._drain_timeout)
-        self._client.give_up("the server was shut down")
+        self._client.give_up(ENDED)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(EOFError, OSError, RuntimeError):  # no parent, or no event loop any more
@@ -77,8 +78,9 @@ class Server(uvicorn.Server):
     def _obey(self, order: bytes) -> None:
         self.should_exit = True
         self._ordered.set()
-        if order == NOW:
-            self.force_exit = True
+        if order == NOW:  # clients are told; after a while, those that do not read are cut off
+            self._client.give_up(ENDED)
+            asyncio.get_running_loop().call_later(FAREWELL, setattr, self, "force_exit", True)
         elif order.startswith(DEAD):
             self._client.fail(order.removeprefix(DEAD).decode())
             self._drain_timeout = self.config.timeout_graceful_shutdown = FAREWELL

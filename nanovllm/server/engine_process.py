@@ -103,7 +103,8 @@ class Served:
             new = seq.token_ids[seq.num_prompt_tokens + before :]
             self.num_counted[i] = before + len(new)
             outputs.append(CompletionOutput(i, "", new, finish_reason=seq.finish_reason))
-        whole = request.prompt_token_ids, None, outputs, request.finished, request.metrics()
+        scored: list[Any] | None = None if request.params.prompt_logprobs is None else []  # whether the prompt was
+        whole = request.prompt_token_ids, scored, outputs, request.finished, request.metrics()
         self.observer.saw(RequestOutput(request.request_id, None, *whole))
 
 
@@ -272,9 +273,8 @@ class EngineServer:
             logger.exception("a grammar could not be compiled; its request fails alone")
             found = RuntimeError(f"the grammar could not be compiled: {error!r:.500}")
         self._compiled.put((message, all_params, found))
-        socket = self._wires.connect(self._context, self.address)
-        socket.send(messages.encode(Compiled()))
-        socket.close()
+        with self._wires.connect(self._context, self.address) as socket:
+            socket.send(messages.encode(Compiled()))
 
     def _take_compiled(self) -> None:
         message, all_params, found = self._compiled.get()
@@ -338,7 +338,9 @@ class EngineServer:
         del seq.token_ids[seq.num_prompt_tokens + num_tokens :]
 
     def _abort(self, request_id: str) -> None:
-        self._compiling.discard(request_id)
+        if request_id in self._compiling:  # it has no observer yet
+            self._compiling.remove(request_id)
+            self.figures.count("vllm:request_success", "abort")
         served = self._served.pop(request_id, None)
         if served is None:
             return
@@ -357,10 +359,9 @@ class EngineServer:
     def _forget(self, sender: int) -> None:
         """Abort all requests of an API process that has ended."""
         self._gone.add(sender)  # even if the first message of this process is still on its way
-        outbox = self._outboxes.pop(sender, None)
         for request_id in [id for id, served in self._served.items() if served.sender == sender]:
             self._abort(request_id)
-        if outbox is not None:
+        if outbox := self._outboxes.pop(sender, None):
             outbox.socket.close(linger=0)
 
 

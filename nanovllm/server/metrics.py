@@ -27,7 +27,7 @@ REASONS = "stop", "length", "abort", "error"
 # By name: a help text, and the names of labels beside `model_name` and `engine`.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:prompt_tokens": ("Tokens of the prompts of requests that got a token.", ()),
-    "vllm:generation_tokens": ("Tokens handed out, those of an answer in one piece at its end.", ()),
+    "vllm:generation_tokens": ("Tokens drawn, those of a request with stop strings at its end.", ()),
     "vllm:prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", ()),
     "vllm:prefix_cache_hits": ("Those of them that were found there.", ()),
     "vllm:num_preemptions": ("Preemptions of finished requests.", ()),
@@ -54,8 +54,8 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 class Figures:
     """Counters by their labels, and histograms: the observations in each bucket, those above the last, their sum."""
 
-    def __init__(self) -> None:
-        self.created = time.time()
+    def __init__(self, prefix_caching: bool = True) -> None:
+        self.created, self.prefix_caching = time.time(), prefix_caching
         self.counters: dict[str, dict[tuple[str, ...], float]] = {
             name: {} if labels else {(): 0} for name, (_, labels) in COUNTERS.items()
         }
@@ -78,7 +78,7 @@ class Metrics(Collector):
     """What /metrics says: the figures, and the state of the engine at the time of asking."""
 
     def __init__(self, llm: Counted, model_name: str) -> None:
-        self.figures = Figures()
+        self.figures = Figures(llm.llm.engine.config.enable_prefix_caching)
         self._llm = llm
         self._labels = {"model_name": model_name, "engine": "0"}
         self._registry = CollectorRegistry()
@@ -166,34 +166,37 @@ class RequestObserver:
     def saw(self, delta: RequestOutput) -> None:
         figures = self._figures
         most = 0  # new tokens of any choice
+        num_gaps = 0  # in front of new tokens, but for the first one of each choice
         for choice in delta.outputs:
             number = len(choice.token_ids)
+            num_gaps += number - (number > 0 and not self._num_tokens[choice.index])
             self._num_tokens[choice.index] += number
             figures.count("vllm:generation_tokens", by=number)
             most = max(most, number)
             if choice.index == 0:
                 self._reason = choice.finish_reason
         if most:
-            self._saw_tokens(delta, most)
+            self._saw_tokens(delta, most, num_gaps)
         if any(choice.finish_reason == "error" for choice in delta.outputs):
             self.close("error")  # also where other choices go on: the client gets none of them
         elif delta.finished:
             self.close(self._reason or "abort")
             self._saw_end(delta)
 
-    def _saw_tokens(self, delta: RequestOutput, number: int) -> None:
+    def _saw_tokens(self, delta: RequestOutput, number: int, num_gaps: int) -> None:
         figures, times = self._figures, delta.metrics
         if self._last_token_time is None:
             self._last_token_time = times.first_token_time
             figures.observe("vllm:time_to_first_token_seconds", times.time_to_first_token or 0)
             figures.count("vllm:prompt_tokens", by=len(delta.prompt_token_ids))
-            figures.count("vllm:prefix_cache_queries", by=len(delta.prompt_token_ids))
-            figures.count("vllm:prefix_cache_hits", by=delta.num_cached_tokens)
+            if figures.prefix_caching and delta.prompt_logprobs is None:  # a prompt that is scored is computed in full
+                figures.count("vllm:prefix_cache_queries", by=len(delta.prompt_token_ids))
+                figures.count("vllm:prefix_cache_hits", by=delta.num_cached_tokens)
             number -= 1
         now = times.finished_time or time.perf_counter()
         if number and self._last_token_time is not None and self._counts_gaps:
             # Of tokens that come together, each counts with its share of the time since those before.
-            figures.observe("vllm:inter_token_latency_seconds", (now - self._last_token_time) / number, number)
+            figures.observe("vllm:inter_token_latency_seconds", (now - self._last_token_time) / number, num_gaps)
             self._last_token_time = now
 
     def _saw_end(self, delta: RequestOutput) -> None:

@@ -267,11 +267,31 @@ def check(args: argparse.Namespace) -> None:
     for name in "ssl_certfile", "ssl_keyfile", "chat_template":
         if (path := getattr(args, name)) and not Path(path).is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: there is no such file")
+    check_files(args)
     if args.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         raise ValueError(f"--device must be cpu, cuda or cuda:N; got {args.device!r}")
     EngineConfig(**engine_options(args))
     if args.model is not None:
         check_model(args.model)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ValueError for files that an API process could not use, and OSError for those it may not read."""
+    if args.chat_template:
+        try:
+            Path(args.chat_template).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"--chat-template {args.chat_template} is no text in UTF-8; save it as UTF-8") from None
+    if args.ssl_certfile:
+        import ssl
+
+        try:  # without a password: a server has nobody to ask
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: "")
+        except ssl.SSLError as error:
+            what = "are no certificate and its private key, in PEM and without a password"
+            raise ValueError(
+                f"--ssl-certfile {args.ssl_certfile}, --ssl-keyfile {args.ssl_keyfile} {what}: {error}"
+            ) from None
 
 
 def check_model(model: str) -> None:

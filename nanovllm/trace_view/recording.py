@@ -46,13 +46,24 @@ class Recording:
         self.events.append(event)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all; packed if its name ends in .gz. Equal recordings give equal bytes."""
+        """Write the file, whole or not at all; packed if its name ends in .gz. Equal recordings give equal bytes.
+
+        A link stays a link. A device or a pipe, such as /dev/null, is written to, and not replaced by a file.
+        """
         path = Path(path)
         lines = [{"nanovllm_trace": FORMAT, **self.about}, *self.events]
         text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+        content = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        path = path.resolve()
         part = path.with_name(path.name + ".part")
-        part.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
-        part.replace(path)
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)  # of a full disk
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:

@@ -17,7 +17,7 @@ from tests.server.harness import STORY, greedy, idle, read, serving, tokens
 from tests.server.pair import one as stream_of
 from tests.server.pair import pair, whole
 from tests.server.pure import PureLLM
-from tests.server.shadow import SMALL, Gate
+from tests.server.shadow import SMALL, Gate, shadow_llm
 from tests.server.waiting import until
 
 PROMPTS = [STORY, "Once upon a time", "Otto the raccoon", "Far, far away"]
@@ -310,3 +310,20 @@ def test_a_reader_whose_event_loop_is_gone_has_left() -> None:
                     await anext(kept)
 
     asyncio.run(main())
+
+
+def test_one_that_nobody_holds_any_more_gives_its_memory_back() -> None:
+    async def main() -> tuple[Any, Any, int]:
+        llm = shadow_llm()
+        running = llm.generate(STORY, greedy(max_tokens=20))
+        first = await anext(running)
+        engine, thread = llm.llm.engine, llm._thread
+        del llm  # its stream still holds it
+        rest = [] if first.finished else await tokens(running)
+        return engine, thread, len(first.outputs[0].token_ids) + len(rest)
+
+    engine, thread, number = asyncio.run(main())
+    assert number == 20
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive() and engine.closed

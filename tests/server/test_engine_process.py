@@ -83,7 +83,8 @@ def test_a_prompt_that_is_aborted_while_grammars_are_compiled_is_not_queued() ->
             params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
             streams = client.submit([client.check(STORY, params) for _ in range(2)])
             await streams[0].aclose()
-            await client.scrape()  # the abort has arrived
+            found = figures(await client.scrape())  # the abort has arrived
+            assert found['vllm:request_success_total{finished_reason="abort"}'] == 1
             compiling.set()
             await streams[1].accepted()
             assert [served.key for served in server._served.values()] in ([1], [])
@@ -245,7 +246,8 @@ def test_a_stop_string_ends_its_choice_soon_and_no_other() -> None:
             lengths = [len(choice.token_ids) for choice in choices]
             assert {choice.stop_reason for choice in choices} == {STOPS[1]} and len(set(lengths)) == 3
             assert max(lengths) < 200
-            await client.scrape()
+            found = figures(await client.scrape())
+            assert found["vllm:inter_token_latency_seconds_count"] == sum(lengths) - 3
             assert server.llm.engine.scheduler._num_steps < max(lengths) + 20, "the engine does not compute the rest"
 
     asyncio.run(main())

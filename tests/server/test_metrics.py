@@ -97,6 +97,28 @@ def test_refusals_are_counted_by_their_status(tight: Served) -> None:
     }
 
 
+def test_only_what_is_looked_up_in_the_prefix_cache_counts_there() -> None:
+    scored = {"prompt": [7] * 20, "max_tokens": 0, "echo": True, "logprobs": 1}
+    for caching, bodies, queries in (True, [{"prompt": [7] * 20}, scored], 20), (False, [{"prompt": [7] * 20}], 0):
+        with server(shadow=True, enable_prefix_caching=caching) as served:
+            for body in bodies:
+                assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 200
+            found = figures(httpx.get(f"{served.url}/metrics").text)
+            assert found["prefix_cache_queries"] == queries and found["prompt_tokens"] == 20 * len(bodies)
+
+
+def test_gaps_of_all_choices_count() -> None:
+    """Of three choices with 3, 2 and no tokens behind their first ones."""
+    figures = Figures()
+    observer = RequestObserver(figures)
+    observer.saw(output(False, {0: None, 1: None}))
+    rest = output(True, {0: "stop", 1: "stop", 2: "length"})
+    for choice, number in zip(rest.outputs, (3, 2, 1), strict=True):
+        choice.token_ids = [1] * number
+    observer.saw(rest)
+    assert sum(figures.histograms["vllm:inter_token_latency_seconds"][:-1]) == 5
+
+
 def test_gaps_between_tokens_are_told_from_the_first_token_on() -> None:
     """Two tokens in 0.4 s behind the first of a whole answer: twice 0.2 s."""
     figures = Figures()

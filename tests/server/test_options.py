@@ -142,6 +142,8 @@ def test_the_parent_imports_nothing_that_the_engine_would_wait_for() -> None:
         (["--root-path", "/llm/"], "--root-path"),
         (["--ssl-certfile", "x"], "--ssl-keyfile"),
         (["--ssl-certfile", "/no/file", "--ssl-keyfile", "/no/file"], "no such file"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], "no certificate"),
+        (["--chat-template", sys.executable], "UTF-8"),
         (["--max-connections", "0"], "--max-connections"),
         (["--receive-timeout", "nan"], "--receive-timeout"),
         (["--max-queue", "0"], "--max-queue"),

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -121,16 +122,26 @@ def test_an_end_that_cannot_wait_for_answers_is_in_order_too(
 ) -> None:
     command = [sys.executable, "-m", "nanovllm.cli", "serve", "--port", "0", "--kv-cache-gib", "0.05", *options]
     with started(command) as process:
-        body = {"prompt": CANARY, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-        with suppress(httpx.HTTPError), httpx.stream("POST", f"{process.url()}/v1/completions", json=body) as response:
-            for _ in response.iter_lines():
-                for number in signals:
-                    process.popen.send_signal(number)
-                    time.sleep(0.3)
-                signals = []
+        url, body = f"{process.url()}/v1/completions", {"prompt": CANARY, "max_tokens": 1900, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            whole = pool.submit(httpx.post, url, json=body, timeout=60)
+            with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+                lines = [line for line in signalled(response, process, signals) if line]
         assert process.popen.wait(60) == status  # and not that of an abort, with a thread still in torch
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert whole.result().status_code == 503 and whole.result().json()["error"]["code"] == "engine_stopped"
         process._reader.join(10)
         assert "Traceback" not in process.output and process.output.count("\n") < 6, process.output
+
+
+def signalled(response: httpx.Response, process: Process, signals: list[signal.Signals]) -> Iterator[str]:
+    """The lines of a stream. After the first one, the server gets the signals."""
+    lines = response.iter_lines()
+    yield next(lines)
+    for number in signals:
+        process.popen.send_signal(number)
+        time.sleep(0.3)
+    yield from lines
 
 
 @pytest.mark.slow
@@ -271,3 +282,13 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(capsys: pyte
         finally:
             signal.signal(signal.SIGTERM, handler)
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs bash")
+def test_cluster_sh_asks_for_the_address_before_it_installs_anything(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text("#!/bin/sh\necho installing >&2\nexit 1\n")
+    (tmp_path / "make").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "examples/cluster.sh", "join"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 1 and "HEAD:PORT" in done.stderr and "installing" not in done.stderr

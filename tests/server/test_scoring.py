@@ -20,7 +20,7 @@ from nanovllm.server.openai.scoring import Echo
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
 from tests.server.harness import STORY, Served
-from tests.server.pair import one, pair, slow
+from tests.server.pair import figures, one, pair, slow
 from tests.server.pure import PureLLM
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
 from tests.server.test_openai import MESSAGES, complete
@@ -230,6 +230,9 @@ def test_scores_cross_the_border_bit_by_bit(kind: RequestOutputKind, delay: floa
                 for prompt, p in ((long, params), ({"prompt_token_ids": [5]}, params), (long, plain))
             ]
             scored, single, unscored = await asyncio.gather(*map(read, streams))
+            found = figures(await client.scrape())
+            assert found["vllm:prompt_tokens_total"] == 2 * 59 + 1
+            assert found["vllm:prefix_cache_queries_total"] == 59, "a prompt that is scored is not looked up"
         expected = PureLLM(text=True, **config)
         expected.engine.add_request("0", long["prompt_token_ids"], params)
         steps = []

@@ -1,6 +1,8 @@
 """A recording survives the disk, and damage is told."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,29 @@ import pytest
 from nanovllm import cli
 from nanovllm.trace_view import Recording
 from tests.trace_view.runs import crowded
+
+
+def test_a_pipe_is_written_to_and_a_link_stays_a_link(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "run.jsonl"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    both_ends = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # so that neither end waits for the other
+    for path in pipe, link:
+        Recording(title="short").save(path)
+    assert os.read(both_ends, 2**16) == file.read_bytes() != b""
+    os.close(both_ends)
+    assert link.is_symlink() and pipe.is_fifo() and sorted(tmp_path.iterdir()) == [link, pipe, file]
+
+
+def test_what_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(OSError, match="No space"):
+        crowded().save(tmp_path / "run.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
