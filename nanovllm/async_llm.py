@@ -32,7 +32,7 @@ from nanovllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What the step loop is to call. None: end, and abort what is not finished.
+# Functions that the step loop is to call. None: end the loop, and abort unfinished requests.
 Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
@@ -49,7 +49,7 @@ class AsyncLLM:
         inside of it waits for ever.
 
     The engine inside belongs to the step loop: calls of `self.llm.generate` and the like raise RuntimeError. An object
-    that nobody holds any more, nor any of its streams, is shut down as well.
+    is also shut down when nobody holds it or one of its streams any more.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ def tell(requests: list[Pending]) -> None:
 
 
 def step_loop(found: "weakref.ref[AsyncLLM]", inbox: Inbox, llm: LLM) -> None:
-    """The consumer's thread. While idle, it does not hold the AsyncLLM, so that one may be dropped."""
+    """The thread that takes from the inbox. While idle, it holds no AsyncLLM, which can then be freed."""
     error = None
     llm.engine.calls.owner = threading.get_ident()
     try:
@@ -370,7 +370,7 @@ def step_loop(found: "weakref.ref[AsyncLLM]", inbox: Inbox, llm: LLM) -> None:
 
 
 def end_with_the_process(inbox: Inbox, thread: threading.Thread) -> None:
-    """For a program that never calls `shutdown`. Python would crash at its end if this thread were in mid-step. A
-    thread that hangs there keeps the process for ten seconds at most."""
+    """For a program that never calls `shutdown`: Python would crash at its end if the thread were in the middle of a
+    step. A thread that hangs delays the end of the process by ten seconds at most."""
     inbox.put(None)
     thread.join(timeout=10)

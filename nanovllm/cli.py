@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it does not have
     try:
         args.run(args)
-        if sys.stdout is not None:  # which it is if the shell has closed it
+        if sys.stdout is not None:  # it is None if the shell has closed it
             sys.stdout.flush()  # while a closed pipe can still be caught
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end

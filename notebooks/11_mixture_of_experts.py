@@ -118,12 +118,12 @@ compare(my_guess, read[sizes.index(4)], f"of {E} experts")
 #
 # The router is one matrix with a row for each expert. Its product with a token's hidden state is one logit for each
 # expert. A softmax makes probabilities of them, which say how well each expert suits the token. The K largest are
-# chosen, and they are the weights with which the answers of their experts are added. In this model they are first
-# divided by their sum. Other models leave that out: `norm_topk_prob` in config.json says which, and is `norm` in the
-# code.
+# chosen. The answers of their experts are added with these K numbers as weights. In this model the weights are first
+# divided by their sum. Other models leave that out. `norm_topk_prob` in config.json says whether a model does it. In
+# the code it is `norm`.
 #
-# Here is what the router of layer 3 says of the beginning of a story. Each column is a token, and frames are around the
-# chosen:
+# Here is what the router of layer 3 says of the beginning of a story. Each column is a token. The chosen
+# experts are framed:
 
 # %%
 engine = MixtureOfExpertsEngine(STORY_MOE)

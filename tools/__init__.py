@@ -10,7 +10,7 @@ CALLED_OFF = 130  # 128 + SIGINT, as a shell counts
 
 
 def cache() -> Path:
-    """Where models and other things are kept that are fetched once. It need not be there yet."""
+    """The folder for models and other files that are downloaded once. It may not exist yet."""
     return Path(os.environ.get("NANOVLLM_CACHE") or "~/.cache/nanovllm").expanduser()
 
 

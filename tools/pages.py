@@ -1,4 +1,4 @@
-"""Pages of a single HTML file, which ask for nothing else: made from templates and from data."""
+"""Web pages that are one HTML file each, and load nothing else: made from templates and data."""
 
 import base64
 import gzip
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def filled(template: Path, **values: str | Path) -> str:
-    """The template with the values in the place of their names in {{ }}. A path stands for the text of its file."""
+    """The template, with each {{ name }} replaced by its value. A path stands for the text of its file."""
 
     def text(name: str) -> str:
         value = values[name]
@@ -17,5 +17,5 @@ def filled(template: Path, **values: str | Path) -> str:
 
 
 def packed(content: bytes) -> str:
-    """For a script of the page. Equal contents give equal texts."""
+    """The content as base64 of gzip, for a script of the page. Equal contents give equal texts."""
     return base64.b64encode(gzip.compress(content, mtime=0)).decode()

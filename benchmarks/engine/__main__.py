@@ -48,7 +48,7 @@ SHOWCASES = {
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }
-# What is no comparison of contenders, each in processes of its own. These run on a CPU, too
+# Benchmarks that compare no contenders, and so start no processes for them. These run on a CPU, too
 OTHERS = {"speculation": speculation.run, "step_costs": step_costs.run}
 SHAPES = dict.fromkeys(("tensor_parallel", "quantised", "speculation"), LARGE_SHAPE) | {"experts": EXPERTS_SHAPE}
 

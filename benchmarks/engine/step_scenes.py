@@ -142,7 +142,7 @@ class Bench:
             self.core.advance()
 
     def seconds_for(self, lengths: list[int]) -> float:
-        """From adding prompts for one token each until they have it. They are not in the intake."""
+        """Seconds from adding prompts until each has one token. The prompts are not counted in the intake."""
         self.add(lengths, 1)
         start = self._now()
         self.drain()

@@ -18,7 +18,7 @@ from stages.manifest import Chapter
 
 SHAPES = Path(__file__).resolve().parents[1] / "shapes"
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "build" / "checkpoints"
-BLOCK_SIZE = 16  # of everybody who has blocks
+BLOCK_SIZE = 16  # of every engine that has blocks
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Scenario:
         return max(1, min(self.max_num_seqs, self.kv_slots // row_length))
 
     def limits(self, stage: Chapter) -> dict[str, int]:
-        """The options of a stage's engine: the same memory as blocks, or as rows that could each hold the longest
+        """The options of a stage's engine: the same memory as blocks, or as rows that can each hold the longest
         request."""
         limits = {"block_size": BLOCK_SIZE, "num_blocks": self.num_blocks, "max_num_seqs": self.max_num_seqs}
         if "num_blocks" not in stage.options:

@@ -1,7 +1,7 @@
 """What HTTP, Ray Serve, or a caller of `AsyncLLM` adds to the engine's own time, measured without a model.
 
-The fields of `nanovllm.simulate.costs.ServerTime` are measured with the fake of mock.py in place of a model. So a
-machine without a GPU can measure them too, each in some seconds.
+The fields of `nanovllm.simulate.costs.ServerTime` are measured with the fake executor of mock.py in place of a model.
+So a machine without a GPU can measure them too, each in some seconds.
 """
 
 import argparse

@@ -301,7 +301,7 @@ NEED_A_GPU = {"6": "Qwen3-0.6B"}
 
 
 def ranks_of(contender: Contender) -> int:
-    """How many processes it has, each with a GPU of its own where there are some."""
+    """The number of its processes. Each has a GPU of its own, if there are GPUs."""
     ranks: int = contender.arguments["spec"].get("options", {}).get("tensor_parallel_size", 1)
     return ranks
 

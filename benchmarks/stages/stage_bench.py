@@ -63,7 +63,7 @@ def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     """Run a showcase, with a line for each process; print its table, write its JSON and return it."""
     if options.rounds < 1:
         sys.exit(f"--rounds {options.rounds}: it must be at least 1")
-    several = any(ranks_of(contender) > 1 for contender in showcase.contenders)  # one's CPU time says nothing then
+    several = any(ranks_of(contender) > 1 for contender in showcase.contenders)  # then the CPU time of one says nothing
     # Neither a quick run, which measures nothing, nor a learner's may end up where the README's tables come from
     elsewhere = options.quick or options.impl == "exercises"
     default = harness.ROOT / "build" / "bench" if elsewhere else harness.RESULTS

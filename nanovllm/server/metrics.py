@@ -166,7 +166,7 @@ class RequestObserver:
     def saw(self, delta: RequestOutput) -> None:
         figures = self._figures
         most = 0  # new tokens of any choice
-        num_gaps = 0  # in front of new tokens, but for the first one of each choice
+        num_gaps = 0  # one before each new token, except the first token of each choice
         for choice in delta.outputs:
             number = len(choice.token_ids)
             num_gaps += number - (number > 0 and not self._num_tokens[choice.index])

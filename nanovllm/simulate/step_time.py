@@ -235,9 +235,9 @@ class StepTime:
         """How many of the shared keys are no longer in the cache when another sequence reads them.
 
         The sequences that share a beginning read it at different times. Between two of them, the device reads each
-        beginning once, and of the other keys as many times fewer as a beginning has readers. If all this has room, the
-        keys are still there. So there is a number of readers from which on they are, and the keys that fewer readers
-        would share are lost, but for some: neighbours read at about the same time.
+        beginning once, and a part of the other keys: with r readers of a beginning, one r-th. If the cache has room for
+        all of this, the shared keys are still there. So they stay from some number of readers on. As many keys are lost
+        as fewer readers would share, times LOST: some sequences read a key at about the same time.
         """
         room = self.cache_bytes / self.recordings.layer_key_bytes
         if shape.decode_keys <= room:

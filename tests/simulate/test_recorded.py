@@ -34,7 +34,7 @@ def test_small_batches_and_gaps_beside_long_prompts() -> None:
 
 def test_a_shared_prefix() -> None:
     """If the keys that are shared were read from memory, decodes would take nearly twice as long. "All at once" some
-    sequences have keys of their own beside those of the others: they are read while the others come from the cache."""
+    sequences have keys of their own, which are read from memory while the shared ones come from the cache."""
     found = rows_of(RUNS["prefix", "nanovllm"])
     rates = [off for (_, metric), off in found.items() if metric == "requests_per_second"]
     assert len(rates) == 2 and all(abs(off) < 5 for off in rates), found

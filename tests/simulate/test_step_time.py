@@ -110,7 +110,7 @@ def test_what_sequences_share_comes_from_the_cache_if_it_is_still_there() -> Non
     assert time.device_seconds(fits) == pytest.approx(1e-3 + 1e-3)  # meanwhile 2000 keys come from the cache
     many = fits._replace(shared_keys=15_000)
     assert time.device_seconds(many) == pytest.approx(1e-3 + 500 * 1e-6 + 15_500 * 1e-7)
-    beside_others = fits._replace(decode_keys=1600)  # 1100 of them are no one's but one sequence's
+    beside_others = fits._replace(decode_keys=1600)  # 1100 of them belong to one sequence each
     assert time.lost_keys(beside_others) == 0.8 * 600
     assert time.device_seconds(beside_others) == pytest.approx(1e-3 + 2.08e-3)
     assert time.lost_keys(beside_others._replace(shared_keys=500)) == 0.8 * 500

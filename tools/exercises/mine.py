@@ -46,7 +46,7 @@ def require_right(stage: Stage) -> None:
 
 
 def engine_class(stage: Chapter, impl: str) -> Any:
-    """The engine of a chapter; with impl="exercises" that of the learner's file, which must be there."""
+    """The engine of a chapter. With impl="exercises" it is that of the learner's file, which must exist."""
     if impl == "exercises":
         use_own(stage)
     return stage.engine_class(impl)

@@ -63,7 +63,7 @@ TOGETHER = "All at once on {cores} cores: each slows the others down. For times,
 
 
 def work(channel: Connection, job: dict[str, Any]) -> None:
-    """What the process of an engine does. What libraries print in it is not shown."""
+    """The main function of an engine's process. Nothing that libraries print there is shown."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.environ |= ENVIRONMENT
@@ -87,14 +87,14 @@ class Racer:
         self.result: dict[str, Any] | None = None
         self.channel, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=work, args=(theirs, job))
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the process inherits: it ends by `stop`
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process inherits this: only `stop` ends it
         self.process.start()
         signal.signal(signal.SIGINT, handler)
         theirs.close()
 
     def go(self) -> None:
         self.lane.mark = "live"
-        with contextlib.suppress(BrokenPipeError):  # it has failed, which `listen` will tell
+        with contextlib.suppress(BrokenPipeError):  # the process has failed, and `listen` raises the error
             self.channel.send("go")
 
     def listen(self, seconds: float) -> None:

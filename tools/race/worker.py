@@ -1,7 +1,7 @@
 """One engine of the race, in a process of its own, which `tools/race/race.py` starts.
 
-It loads, warms up, and sends {"ready": True}. What it then hears starts the clock. It sends how far it is from time to
-time, and at last the result.
+It loads, warms up, and sends {"ready": True}. The next message that it receives starts the clock. From time to time it
+sends how far it is, and at the end the result.
 """
 
 from __future__ import annotations

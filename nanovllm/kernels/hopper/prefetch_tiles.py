@@ -19,9 +19,9 @@ FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads e
 
 
 class PrefetchTile(NamedTuple):
-    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into.
+    """Tokens of a program, inputs of a step of its loop, steps under way, and two ways of cutting the inputs.
 
-    cuts: parts that the inputs are cut into within a program.
+    splits: parts of the inputs, each for a program of its own. cuts: parts of the inputs within a program.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ def num_cuts(columns: int, inputs: int) -> int:
 
 
 def norm_in_fp8(num_tokens: int, columns: int, inputs: int, gated: bool) -> bool:
-    """Whether weights in FP8 are faster with the norm inside: if rows are long, and those of all programs have room."""
+    """Whether weights in FP8 are faster with the norm inside: if rows are long, and shared memory has room for them."""
     programs = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
     shared = SHARED_BYTES // min(3, triton.cdiv(programs, PROGRAMS)) - 2 * MIN_TOKENS * inputs
     return num_tokens <= HANDFUL and inputs >= NARROW and shared >= MIN_STAGES * 256 * WEIGHT_ROWS
