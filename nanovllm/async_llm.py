@@ -49,7 +49,7 @@ class AsyncLLM:
         inside of it waits for ever.
 
     The engine inside belongs to the step loop: calls of `self.llm.generate` and the like raise RuntimeError. An object
-    is also shut down when nobody holds it or one of its streams any more.
+    is also shut down when nobody holds it or one of its streams any more. An `on_event` that holds the object keeps it.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class AsyncLLM:
         mine = weakref.ref(self), self._inbox, self.llm
         self._thread = threading.Thread(target=step_loop, args=mine, name="nanovllm-step-loop", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._inbox.put, None).atexit = False
+        self._when_dropped = weakref.finalize(self, self._inbox.put, None)
+        self._when_dropped.atexit = False
         self._at_exit = partial(end_with_the_process, self._inbox, self._thread)
         atexit.register(self._at_exit)
 
@@ -201,6 +202,7 @@ class AsyncLLM:
             self._inbox.put(partial(self._stop, drain))
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._at_exit)
+        self._when_dropped.detach()  # it would hold the inbox, and with it what nobody took out
 
     def _refuse_on_event(self) -> None:
         if threading.current_thread() is self._thread:

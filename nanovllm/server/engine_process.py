@@ -359,7 +359,7 @@ class EngineServer:
     def _forget(self, sender: int) -> None:
         """Abort all requests of an API process that has ended."""
         self._gone.add(sender)  # even if the first message of this process is still on its way
-        for request_id in [id for id, served in self._served.items() if served.sender == sender]:
+        for request_id in [id for id in (*self._compiling, *self._served) if id.startswith(f"{sender}-")]:
             self._abort(request_id)
         if outbox := self._outboxes.pop(sender, None):
             outbox.socket.close(linger=0)

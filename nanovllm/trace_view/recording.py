@@ -54,8 +54,9 @@ class Recording:
         lines = [{"nanovllm_trace": FORMAT, **self.about}, *self.events]
         text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
         content = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
+        if path.exists() and (not path.is_file() or Path("/dev") in path.absolute().parents):
+            with path.open("ab") as file:  # /dev/stdout may be a file that has more in it
+                file.write(content)
             return
         path = path.resolve()
         part = path.with_name(path.name + ".part")

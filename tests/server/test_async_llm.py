@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -327,3 +328,15 @@ def test_one_that_nobody_holds_any_more_gives_its_memory_back() -> None:
     gc.collect()
     thread.join(20)
     assert not thread.is_alive() and engine.closed
+
+
+def test_one_that_was_shut_down_twice_is_held_by_nothing() -> None:
+    async def main() -> weakref.ref[AsyncLLM]:
+        llm = shadow_llm()
+        await llm.shutdown()
+        await llm.shutdown()  # what it puts into the inbox is never taken out
+        return weakref.ref(llm)
+
+    found = asyncio.run(main())
+    gc.collect()
+    assert found() is None

@@ -70,7 +70,7 @@ def test_choices_may_end_in_one_step() -> None:
 
 
 def test_a_prompt_that_is_aborted_while_grammars_are_compiled_is_not_queued() -> None:
-    """The other prompt of the same message is."""
+    """The other prompt of the same message is. An API process that ends aborts its own."""
     compiling = threading.Event()
 
     def compile(params: SamplingParams) -> None:
@@ -79,17 +79,24 @@ def test_a_prompt_that_is_aborted_while_grammars_are_compiled_is_not_queued() ->
     async def main() -> None:
         llm = PureLLM()
         llm.engine.compile = compile  # type: ignore[method-assign]
-        async with pair(llm) as (server, [client]):
+        async with pair(llm, num_clients=2) as (server, [lost, client]):
             params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
+            _kept = lost.submit([lost.check(STORY, params)])
+            await lost.scrape()  # the request has arrived
+            client._send(messages.Gone(1))
             streams = client.submit([client.check(STORY, params) for _ in range(2)])
             await streams[0].aclose()
             found = figures(await client.scrape())  # the abort has arrived
-            assert found['vllm:request_success_total{finished_reason="abort"}'] == 1
+            assert found['vllm:request_success_total{finished_reason="abort"}'] == 2
             compiling.set()
             await streams[1].accepted()
             assert [served.key for served in server._served.values()] in ([1], [])
-            assert "1-0" not in llm.engine._requests
+            assert "2-0" not in llm.engine._requests
             await whole(streams[1])
+            found = figures(await client.scrape())
+            assert found['vllm:request_success_total{finished_reason="abort"}'] == 2 and not server._compiling
+            lost._requests.clear()
+            lost._choices.clear()
 
     asyncio.run(main())
 

@@ -21,6 +21,10 @@ def test_a_pipe_is_written_to_and_a_link_stays_a_link(tmp_path: Path) -> None:
         Recording(title="short").save(path)
     assert os.read(both_ends, 2**16) == file.read_bytes() != b""
     os.close(both_ends)
+    with (tmp_path / "link").open("ab") as shell:  # as with >>
+        before = file.read_bytes()
+        Recording(title="short").save(f"/dev/fd/{shell.fileno()}")
+    assert file.read_bytes() == before * 2
     assert link.is_symlink() and pipe.is_fifo() and sorted(tmp_path.iterdir()) == [link, pipe, file]
 
 
