@@ -119,12 +119,19 @@ def shortened(model: Transformer) -> Iterator[None]:
     A step then launches the same kernels, on the same shapes, as with all layers. Two are needed, because the first
     layer of a kind can differ from the others: the model's first layer has no residual, and the plan of attention is
     launched just before the first layer with each window. A checkpoint in FP8 may leave some layers out, so a kind is
-    told by all the modules that a layer consists of.
+    told by all the modules that a layer consists of. It is also told by those of the layer before, which may leave its
+    result in several parts.
     """
     layers = model.layers
-    parts = ([type(module) for module in layer.modules()] for layer in layers)
-    kinds = list(zip(parts, model.config.windows, strict=True))
-    model.layers = ModuleList(layer for i, layer in enumerate(layers) if kinds[:i].count(kinds[i]) < 2)
+    parts = [[type(module) for module in layer.modules()] for layer in layers]
+    kinds = list(zip([parts[0], *parts], parts, model.config.windows, strict=False))
+    chosen: list[int] = []
+    for i, kind in enumerate(kinds):
+        if kinds[:i].count(kind) < 2:
+            if chosen and parts[chosen[-1]] != parts[i - 1]:
+                chosen.append(i - 1)
+            chosen.append(i)
+    model.layers = ModuleList(layers[i] for i in chosen)
     try:
         yield
     finally:

@@ -194,6 +194,11 @@ def test_a_layer_that_is_left_out_is_rehearsed_as_well(has_fp8: None, checkpoint
     with shortened(model):
         assert len(model.layers) == 2
     assert len(model.layers) == 3
+    path, _ = in_fp8(wide_qwen3(checkpoints, num_hidden_layers=6), "block", left=("layers.2.mlp.down_proj",))
+    model = load_model(path).model
+    in_order = list(model.layers)
+    with shortened(model):  # the layer after it reads what it leaves
+        assert [in_order.index(layer) for layer in model.layers] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
