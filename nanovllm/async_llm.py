@@ -260,10 +260,9 @@ class AsyncLLM:
 
     # --- the consumer: all that follows runs in its thread ---
 
-    def _work(self, call: Callable[[], None] | None) -> bool:
-        """Do what is asked, and step until nothing is left to do. Returns whether more may be asked."""
+    def _work(self) -> bool:
+        """Step until nothing is left to do. Returns whether more may be asked."""
         engine = self.llm.engine
-        self._do(call)
         while True:
             for _ in range(self._inbox.qsize()):  # all that has come begins in the same step
                 self._do(self._inbox.get())
@@ -355,9 +354,11 @@ def step_loop(found: "weakref.ref[AsyncLLM]", inbox: Inbox, llm: LLM) -> None:
         serving = True
         while serving:
             call = inbox.get()  # an idle engine sleeps here
-            owner = found()
-            serving = owner is not None and owner._work(call)
-            del call, owner
+            if (owner := found()) is not None:
+                owner._do(call)
+            del call  # it holds a request, and the steps may go on for long
+            serving = owner is not None and owner._work()
+            del owner
     except BaseException as caught:
         logger.exception("the step loop has ended, and no request can be served any more")
         error = caught

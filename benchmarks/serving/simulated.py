@@ -239,12 +239,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fake_costs() -> Costs:
-    """Of the fake device, with the engine's own time on this machine, and with what its server adds."""
+    """Of the fake device, with the engine's own time on this machine."""
     host = dict(zip(("step", "sequence"), added.line(*[(n, mock.engine_alone(n)) for n in (1, 32)]), strict=True))
     device = {"sample": 1 / mock.LIKE_A_GPU["rate"], "prompt": mock.LIKE_A_GPU["prompt"]}
     time = StepTime(((0, mock.LIKE_A_GPU["step"]),), device, host)
-    server = ServerTime(**added.server_time(6))
-    return Costs("none", "none", True, "a device that computes nothing", time, IntakeTime(), server, kv_tokens=0)
+    return Costs("none", "none", True, "a device that computes nothing", time, IntakeTime(), ServerTime(), kv_tokens=0)
 
 
 def measure_costs(options: argparse.Namespace, directory: Path) -> str:

@@ -47,7 +47,7 @@ DEVICE_TERMS = {
     "first_prompt_key": "layers",  # of the first `FIRST_PROMPT_KEYS` of the longest context, added to "prompt_key"
 }
 FIRST_KEYS = 4096
-LOST = 0.8  # of the keys for which the device's cache has no room, as measured on an H200
+LOST = 0.8  # of the keys for which the device's cache has no room: chosen to fit steps of an H200
 FIRST_PROMPT_KEYS = 2048  # a longer context is cut among programs if the chunk has few tokens
 FEW_SEQUENCES = 63  # in the smaller ones of the recordings with prompts, beside a row of padding
 # Where tokens of prompts are decodes of their own, no more keys are counted than this share of the most that such a
@@ -264,13 +264,15 @@ class StepTime:
         keys = [min(read + cached, self.recordings.first_keys), by_prompts, shape.prompts]
         rest = [float(beside and sequences_of(shape) > FEW_SEQUENCES), float(shape.guesses > 0)]
         rest += [float(shape.masked > 0), shape.masked, shape.samples]
-        first, found = min(shape.prompt_keys, FIRST_PROMPT_KEYS), []
-        first_time = min(shape.shared_beginnings, read)
-        for memory, cache in ((read, 0), (first_time, read + cached - first_time))[: 2 if cached else 1]:
+        first, ways, found = min(shape.prompt_keys, FIRST_PROMPT_KEYS), [(read, 0)], []
+        if cached:
+            first_time = min(shape.shared_beginnings, read)
+            ways.append((first_time, read + cached - first_time))
+        own, few = self.own_keys(shape), min(tokens, self.recordings.max_several)
+        for memory, cache in ways:
             attention = [shape.prompt_pairs, shape.prompt_keys, 0.0]
             found.append((tokens, [memory, *keys, *attention, *rest, cache, float(beside), first]))
-            if own := self.own_keys(shape):
-                few = min(tokens, self.recordings.max_several)
+            if own:
                 found.append((few, [memory, *keys, 0.0, 0.0, own, *rest, cache, 0.0, 0.0]))
         return found
 

@@ -179,7 +179,7 @@ def test_in_fp8_all_programs_run_at_once(kind: str, norm: bool) -> None:
         for columns in (64, 1024, 4096, 6144, 12288, 25600):
             for inputs in (128, 384, 1024, 4096, 12288, 18944):
                 gated, partial = kind == "gated", kind == "partial" and not norm
-                if norm and not (norm_in_fp8(num_tokens, columns, inputs, gated) and can_have_norm(num_tokens, inputs)):
+                if norm and not (norm_in_fp8(columns, inputs, gated) and can_have_norm(num_tokens, inputs)):
                     continue
                 tile = choose_fp8_tile(num_tokens, columns, inputs, gated, partial, norm=norm)
                 depth, rows = inputs // (tile.splits * tile.cuts), tile.tokens * tile.cuts

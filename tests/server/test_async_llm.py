@@ -330,6 +330,25 @@ def test_one_that_nobody_holds_any_more_gives_its_memory_back() -> None:
     assert not thread.is_alive() and engine.closed
 
 
+def test_a_request_that_is_over_is_held_by_nothing_while_others_go_on() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            gate = Gate(llm)
+            reading = asyncio.create_task(tokens(llm.generate(STORY, greedy(max_tokens=1))))
+            await until(lambda: llm._requests)
+            held = weakref.ref(next(iter(llm._requests.values())))
+            other = llm.generate(STORY, greedy(max_tokens=200))
+            await gate.go(reading.done)
+            await gate.let(2)
+            del reading
+            gc.collect()
+            assert held() is None
+            gate.open()
+            assert len(await tokens(other)) == 200
+
+    asyncio.run(main())
+
+
 def test_one_that_was_shut_down_twice_is_held_by_nothing() -> None:
     async def main() -> weakref.ref[AsyncLLM]:
         llm = shadow_llm()

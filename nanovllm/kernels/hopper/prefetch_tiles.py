@@ -68,11 +68,12 @@ def num_cuts(columns: int, inputs: int) -> int:
     return cuts
 
 
-def norm_in_fp8(num_tokens: int, columns: int, inputs: int, gated: bool) -> bool:
-    """Whether weights in FP8 are faster with the norm inside: if rows are long, and shared memory has room for them."""
+def norm_in_fp8(columns: int, inputs: int, gated: bool) -> bool:
+    """Whether weights in FP8 are faster with the norm inside: if rows are long, and shared memory has room for them.
+    Asked only where the kernel `can_have_norm`."""
     programs = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
     shared = SHARED_BYTES // min(3, triton.cdiv(programs, PROGRAMS)) - 2 * MIN_TOKENS * inputs
-    return num_tokens <= HANDFUL and inputs >= NARROW and shared >= MIN_STAGES * 256 * WEIGHT_ROWS
+    return inputs >= NARROW and shared >= MIN_STAGES * 256 * WEIGHT_ROWS
 
 
 def can_have_norm(num_tokens: int, inputs: int) -> bool:

@@ -109,7 +109,7 @@ def _look_up_norm(
     if hopper is None or not hopper.can_have_norm(num_tokens, inputs):
         return None
     if dtype == torch.float8_e4m3fn:
-        if not hopper.norm_in_fp8(num_tokens, columns, inputs, gated):
+        if not hopper.norm_in_fp8(columns, inputs, gated):
             return None
         tile = hopper.choose_fp8_tile(num_tokens, columns, inputs, gated, False, norm=True)
         return bind(hopper.norm_linear, tile=tile, gated=gated)
